@@ -1,0 +1,78 @@
+"""The command line: one thin layer of verbs. Each exits 0, or with one clear line on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import __version__
+from .presets import preset, presets
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options) or 0
+    except BrokenPipeError:  # the reader of our output has gone: `sublayer presets | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"sublayer: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("sublayer: interrupted", file=sys.stderr)
+        return 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one line and name the nearest word that would have been right."""
+
+    def error(self, message: str) -> NoReturn:
+        wrong = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        known = [word for action in self._actions for word in (*action.option_strings, *(action.choices or ()))]
+        near = difflib.get_close_matches((wrong[1] or wrong[2]).split("=")[0], known, n=1) if wrong else []
+        hint = f"; did you mean {near[0]!r}?" if near else f"; see {self.prog} --help"
+        print(f"sublayer: {message}{hint}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="sublayer", description="Every Transformer from one small core.")
+    parser.add_argument("--version", action="version", version=f"sublayer {__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    verb = verbs.add_parser("demo", help="show the presets, then build each family small and run it")
+    verb.set_defaults(run=_demo)
+
+    verb = verbs.add_parser("presets", help="list the named models with their sizes")
+    verb.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    verb.set_defaults(run=_presets)
+    return parser
+
+
+def _demo(options: argparse.Namespace) -> None:
+    from .demo import run
+
+    run()
+
+
+def _presets(options: argparse.Namespace) -> None:
+    from .models import build
+
+    rows = []
+    for name in presets():
+        config = preset(name)
+        rows.append({"name": name, "parameters": build(config, device="meta").num_parameters(), **config.to_dict()})
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return
+    from .demo import preset_table
+
+    preset_table(rows)

@@ -1,0 +1,55 @@
+"""Multi-head attention: self or cross, with as many key-value heads as the configuration says."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from .cache import CrossEntry, Entry
+from .kernels import Kernel, fused
+from .masks import Mask
+from .norm import NoNorm, RMSNorm
+from .positions import rotate
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
+        self.scale, self.dropout = config.scale, config.attention_dropout
+        width, kv_width = self.num_heads * self.head_size, self.kv_heads * self.head_size
+        self.query = nn.Linear(config.d_model, width, bias=config.attention_bias)
+        self.key = nn.Linear(config.d_model, kv_width, bias=config.attention_bias)
+        self.value = nn.Linear(config.d_model, kv_width, bias=config.attention_bias)
+        self.output = nn.Linear(width, config.d_model, bias=config.attention_output_bias)
+        self.query_norm = RMSNorm(self.head_size, config.norm_eps) if config.qk_norm else NoNorm()
+        self.key_norm = RMSNorm(self.head_size, config.norm_eps) if config.qk_norm else NoNorm()
+        self.kernel: Kernel = fused
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Mask | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        cache: Entry | CrossEntry | None = None,
+    ) -> Tensor:
+        query = self.query_norm(self.query(x).unflatten(-1, (self.num_heads, self.head_size)))  # (..., T, H, E)
+        if rotary is not None:
+            query = rotate(query, rotary)
+        if memory is None and isinstance(cache, CrossEntry):
+            key, value = cache.read()
+        else:
+            key, value = self._key_value(x if memory is None else memory, rotary, cache)
+        dropout = self.dropout if self.training else 0.0
+        out = self.kernel(query, key, value, mask or Mask(), scale=self.scale, dropout=dropout)
+        return self.output(out.flatten(-2))
+
+    def _key_value(
+        self, source: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Entry | CrossEntry | None
+    ) -> tuple[Tensor, Tensor]:
+        key = self.key_norm(self.key(source).unflatten(-1, (self.kv_heads, self.head_size)))  # (..., S, K, E)
+        value = self.value(source).unflatten(-1, (self.kv_heads, self.head_size))
+        if rotary is not None:
+            key = rotate(key, rotary)
+        return (key, value) if cache is None else cache.write(key, value)

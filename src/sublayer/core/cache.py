@@ -1,0 +1,99 @@
+"""Keys and values of the tokens so far, in memory set aside once.
+
+The cache holds real tokens only, each in the slot of its position, so rows of one batch may be of different lengths
+whatever side their padding was on. Padding is written to one spare slot that nobody reads. All that changes from step
+to step is in tensors: a compiled step is compiled once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from .layout import Layout
+
+
+@dataclass
+class Entry:
+    """What one self-attention layer reads and writes in one step."""
+
+    keys: Tensor  # (B, capacity + 1, K, E)
+    values: Tensor
+    slots: Tensor  # (B, T): where the new tokens go
+
+    def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values (B, T, K, E); give back all of them (B, capacity, K, E)."""
+        rows = torch.arange(self.slots.size(0), device=self.slots.device)[:, None]
+        self.keys[rows, self.slots] = key.to(self.keys.dtype)
+        self.values[rows, self.slots] = value.to(self.values.dtype)
+        return self.keys[:, :-1].to(key.dtype), self.values[:, :-1].to(value.dtype)
+
+
+@dataclass
+class CrossEntry:
+    """A cross-attention layer's keys and values: those of the source, computed once."""
+
+    key: Tensor | None = None
+    value: Tensor | None = None
+
+    def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        self.key, self.value = key, value
+        return key, value
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        assert self.key is not None and self.value is not None
+        return self.key, self.value
+
+
+class Cache:
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch: int,
+        capacity: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if batch < 1 or capacity < 1:
+            raise ValueError(f"a cache of batch {batch} and capacity {capacity} is empty; both must be at least 1")
+        limited = config.positions == "learned" or config.positions.startswith("sinusoidal")
+        if limited and capacity > config.max_positions:
+            raise ValueError(
+                f"a cache of {capacity} tokens is longer than the {config.max_positions} positions of the model; "
+                f"ask for at most {config.max_positions}"
+            )
+        self.capacity = capacity
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        shape = (batch, capacity + 1, config.kv_heads, config.head_size)
+        layers = range(config.num_decoder_layers)
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
+        self.cross = [CrossEntry() for _ in layers]
+        self.memory: Layout | None = None
+
+    def entries(self, layout: Layout) -> list[Entry]:
+        """One for each layer, for a step over tokens of this layout."""
+        slots = layout.positions
+        if not torch.compiler.is_compiling() and slots.is_cpu and int(slots.max()) >= self.capacity:
+            raise ValueError(
+                f"token {int(slots.max()) + 1} of a sequence does not fit into a cache of {self.capacity}; "
+                "make the cache as long as the prompt and the answer together"
+            )
+        if layout.valid is not None:
+            slots = torch.where(layout.valid, slots, self.capacity)
+        return [Entry(keys, values, slots) for keys, values in zip(self.keys, self.values, strict=True)]
+
+    def remember(self, memory: Layout | None) -> Layout:
+        """The layout of the source: that of this call, or that of the call which brought it."""
+        self.memory = memory or self.memory
+        if self.memory is None:
+            raise ValueError("the cache holds no source yet; the first call must give one")
+        return self.memory
+
+    def advance(self, layout: Layout) -> None:
+        tokens = layout.positions.size(-1) if layout.valid is None else layout.valid.sum(1)
+        self.lengths += tokens

@@ -1,0 +1,39 @@
+"""The position-wise feed-forward sublayer: down(activation(up(x))), or down(activation(gate(x)) · up(x)) with a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu-tanh": _gelu_tanh,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias)
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias) if config.gated else None
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.ffn_bias)
+        self.activation = ACTIVATION[config.activation]
+        self.dropout = nn.Dropout(config.ffn_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)  # (..., F)
+        hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        return self.down(self.dropout(hidden))

@@ -1,0 +1,82 @@
+"""What each query may see. A mask is made once for a stack and serves all its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .layout import Layout, Packing
+
+
+@dataclass(frozen=True)
+class Mask:
+    """`causal` alone asks for the kernel's own flag and holds no tensor. `packing` is that of queries and of keys."""
+
+    causal: bool = False
+    allowed: Tensor | None = None  # bool, broadcasts to (B, H, T, S)
+    bias: Tensor | None = None  # float, broadcasts to (B, H, T, S); added to the scores
+    window: int | None = None
+    packing: tuple[Packing, Packing] | None = None
+
+    def padded(self) -> Mask:
+        """The mask of the same sequences on the padded grid, for kernels that know no packing."""
+        assert self.packing is not None
+        queries, keys = self.packing
+        places = torch.arange(max(queries.max_length, keys.max_length), device=keys.offsets.device)
+        allowed = visible(places[: queries.max_length], places[: keys.max_length], keys.valid, self.causal, self.window)
+        return Mask(allowed=allowed, bias=self.bias)
+
+    def scores_bias(self, dtype: torch.dtype) -> Tensor | None:
+        """`allowed` and `bias` as the one tensor a fused kernel takes."""
+        if self.bias is None:
+            return self.allowed
+        bias = self.bias.to(dtype)
+        return bias if self.allowed is None else bias.masked_fill(~self.allowed, -torch.inf)
+
+
+def visible(
+    queries: Tensor, keys: Tensor, valid: Tensor | None = None, causal: bool = False, window: int | None = None
+) -> Tensor | None:
+    """(B or 1, 1, T, S) from the places of queries (..., T) and keys (S,), and which keys (B, S) are real."""
+    distance = queries[..., :, None] - keys
+    allowed = distance >= 0 if causal else None
+    if window is not None:
+        near = distance.abs() < window
+        allowed = near if allowed is None else allowed & near
+    if allowed is not None:
+        allowed = allowed.unsqueeze(1) if allowed.dim() == 3 else allowed[None, None]
+    if valid is not None:
+        real = valid[:, None, None, :]
+        allowed = real if allowed is None else allowed & real
+    return allowed
+
+
+def self_mask(
+    layout: Layout, *, causal: bool, window: int | None = None, bias: nn.Module | None = None, slots: int | None = None
+) -> Mask:
+    """For tokens that look at their own sequence; `slots` is the capacity of the cache that holds it, if one does."""
+    if layout.packing is not None:
+        places = torch.arange(layout.packing.max_length, device=layout.positions.device)
+        scores = None if bias is None else bias(places, places)
+        return Mask(causal, None, scores, window, (layout.packing, layout.packing))
+    if slots is not None:
+        # A cache holds real tokens only, each in the slot of its position: what is not later is there and real.
+        queries, keys, valid = layout.positions, torch.arange(slots, device=layout.positions.device), None
+    else:
+        keys = torch.arange(layout.positions.size(-1), device=layout.positions.device)
+        queries, valid = keys, layout.valid
+    scores = None if bias is None else bias(queries, keys)
+    if slots is None and valid is None and scores is None and window is None:
+        return Mask(causal=causal)
+    return Mask(allowed=visible(queries, keys, valid, causal, window), bias=scores)
+
+
+def cross_mask(layout: Layout, memory: Layout) -> Mask:
+    """For tokens that look at a source: every real token of it."""
+    if layout.packing is not None and memory.packing is not None:
+        return Mask(packing=(layout.packing, memory.packing))
+    if layout.packing is not None or memory.packing is not None:
+        raise ValueError("source and target must both be packed, or neither")
+    return Mask(allowed=None if memory.valid is None else memory.valid[:, None, None, :])

@@ -1,0 +1,55 @@
+"""Embeddings, N blocks and the final norm: one side of a Transformer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..config import ModelConfig
+from .block import Block
+from .cache import Cache
+from .embeddings import PatchEmbeddings, TokenEmbeddings
+from .layout import Layout
+from .masks import cross_mask, self_mask
+from .norm import NoNorm, make_norm
+from .positions import Rotary, position_bias
+
+
+class Stack(nn.Module):
+    def __init__(self, config: ModelConfig, side: str) -> None:
+        super().__init__()
+        self.causal = side == "decoder"
+        vocab_size = config.output_vocab_size if self.causal else config.vocab_size
+        self.embeddings = PatchEmbeddings(config) if config.image_input else TokenEmbeddings(config, vocab_size)
+        self.rotary = Rotary(config) if config.positions == "rotary" else None
+        self.bias = position_bias(config, self.causal)
+        self.blocks = nn.ModuleList(Block(config, side) for _ in range(config.layers(side)))
+        self.final_norm = make_norm(config) if config.final_norm else NoNorm()
+        windowed = range(len(self.blocks)) if config.window_layers is None else config.window_layers
+        self.windows = [config.window if layer in windowed else None for layer in range(len(self.blocks))]
+
+    def forward(
+        self,
+        inputs: Tensor,
+        layout: Layout | None = None,
+        *,
+        token_types: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_layout: Layout | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = self.embeddings(inputs, layout, token_types)  # (B, T, D) or (N, D)
+        layout = layout or Layout.of(x)
+        rotary = None if self.rotary is None else self.rotary(layout)
+        slots = None if cache is None else cache.capacity
+        masks = {
+            window: self_mask(layout, causal=self.causal, window=window, bias=self.bias, slots=slots)
+            for window in set(self.windows)
+        }
+        memory_mask = None if memory_layout is None else cross_mask(layout, memory_layout)
+        entries = [None] * len(self.blocks) if cache is None else cache.entries(layout)
+        crosses = [None] * len(self.blocks) if cache is None else cache.cross
+        for block, window, entry, cross in zip(self.blocks, self.windows, entries, crosses, strict=True):
+            x = block(x, layout.valid, masks[window], rotary, entry, memory, memory_mask, cross)
+        if cache is not None:
+            cache.advance(layout)
+        return self.final_norm(x, layout.valid)

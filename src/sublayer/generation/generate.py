@@ -1,0 +1,146 @@
+"""`generate`: new tokens for a decoder's prompt, or a target for an encoder-decoder's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from ..config import ModelConfig
+from ..models import Decoder, EncoderDecoder, Model
+from . import sampling
+
+
+@torch.inference_mode()
+def generate(
+    model: Model,
+    ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    eos_id: int | tuple[int, ...] | None = None,
+    pad_id: int | None = None,
+    start_id: int | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """New ids only, (B, N), padded after the end of each row. Temperature 0 takes the most likely token.
+
+    `ids` (B, T) is the prompt of a decoder, padded on either side with `mask` False there, or the source of an
+    encoder-decoder. Special ids left at None are those of the model's configuration.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    ends = _ends(model.config.eos_id if eos_id is None else eos_id)
+    pad = _pad(model.config.pad_id if pad_id is None else pad_id, ends)
+    end_ids = torch.tensor(ends, device=ids.device, dtype=torch.long)
+    choose = _chooser(ids.size(0), seed, temperature, top_k, top_p, min_p)
+    was_training = model.training
+    model.eval()  # no dropout in an answer
+    try:
+        logits, step, seen = _begin(model, ids, mask, max_new_tokens, start_id)
+        finished = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
+        new: list[Tensor] = []
+        while True:
+            scores = sampling.repetition_penalty(logits.float(), seen, repetition_penalty)
+            token = torch.where(finished, pad, choose(scores))
+            new.append(token)
+            finished = finished | torch.isin(token, end_ids)
+            if len(new) == max_new_tokens or bool(finished.all()):
+                return torch.stack(new, 1)
+            seen.scatter_(-1, token[:, None], True)
+            logits = step(token)
+    finally:
+        model.train(was_training)
+
+
+def _begin(
+    model: Model, ids: Tensor, mask: Tensor | None, max_new_tokens: int, start_id: int | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
+    """The first logits, the function from a token to the next ones, and which ids (B, V) the text already has."""
+    batch = ids.size(0)
+    if isinstance(model, Decoder):
+        cache = model.make_cache(batch, ids.size(1) + max_new_tokens)
+        said, real = ids, torch.ones_like(ids) if mask is None else mask.long()
+        logits = model.head(_last(model.features(ids, mask=mask, cache=cache), mask))
+
+        def step(token: Tensor) -> Tensor:
+            return model(token[:, None], cache=cache)[:, -1]
+
+    elif isinstance(model, EncoderDecoder):
+        cache = model.make_cache(batch, max_new_tokens)
+        said = torch.full((batch, 1), _start(model.config, start_id), device=ids.device)
+        real = torch.ones_like(said)
+        logits = model(ids, said, source_mask=mask, cache=cache)[:, -1]
+
+        def step(token: Tensor) -> Tensor:
+            return model(None, token[:, None], cache=cache)[:, -1]
+
+    else:
+        raise ValueError(f"shape {model.config.shape!r} predicts no next token; generation needs a decoder")
+    seen = torch.zeros_like(logits, dtype=torch.long).scatter_add_(-1, said, real) > 0
+    return logits, step, seen
+
+
+def _last(features: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, D): the last real token of each row."""
+    if mask is None:
+        return features[:, -1]
+    last = mask.size(1) - 1 - mask.flip(1).int().argmax(1)
+    return features[torch.arange(features.size(0), device=features.device), last]
+
+
+def _chooser(
+    batch: int,
+    seed: int | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+) -> Callable[[Tensor], Tensor]:
+    """The function from scores (B, V) to tokens (B,)."""
+    for name, value, fine, rule in (
+        ("temperature", temperature, 0 <= temperature < float("inf"), "0 (greedy) or more"),
+        ("top_k", top_k, top_k is None or top_k >= 1, "at least 1"),
+        ("top_p", top_p, top_p is None or 0 < top_p <= 1, "above 0 and at most 1"),
+        ("min_p", min_p, min_p is None or 0 <= min_p <= 1, "between 0 and 1"),
+    ):
+        if not fine:
+            raise ValueError(f"{name} is {value}; it must be {rule}")
+    if not temperature:
+        return lambda scores: scores.argmax(-1)
+    # One generator for each row: with a seed, all from the same one, so that a row draws as it would alone.
+    seeds = [int(torch.randint(2**62, (), device="cpu")) if seed is None else seed for _ in range(batch)]
+    generators = [Generator().manual_seed(value) for value in seeds]
+
+    def choose(scores: Tensor) -> Tensor:
+        scores = sampling.temperature(scores, temperature)
+        if top_k is not None:
+            scores = sampling.top_k(scores, top_k)
+        if top_p is not None:
+            scores = sampling.top_p(scores, top_p)
+        if min_p is not None:
+            scores = sampling.min_p(scores, min_p)
+        return sampling.draw(scores, generators)
+
+    return choose
+
+
+def _ends(eos: int | tuple[int, ...] | list[int] | None) -> list[int]:
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _pad(pad: int | None, ends: list[int]) -> int:
+    return pad if pad is not None else ends[0] if ends else 0
+
+
+def _start(config: ModelConfig, start_id: int | None) -> int:
+    for candidate in (start_id, config.start_id, config.bos_id, config.pad_id):
+        if candidate is not None:
+            return candidate
+    raise ValueError("the model's configuration has no start_id; give the id its decoder starts with")

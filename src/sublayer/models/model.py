@@ -1,0 +1,43 @@
+"""What the three shapes have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..config import ModelConfig
+from ..core.cache import Cache
+from ..core.heads import LanguageModel, MaskedLanguageModel, make_head
+from ..core.stack import Stack
+
+
+class Model(nn.Module):
+    """`features(...)` gives what the head reads, `head` turns it into logits; calling the model does both."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.head = make_head(config)
+
+    def tie(self, stack: Stack) -> None:
+        """Let the output matrix be the stack's token matrix, where the configuration says so."""
+        if self.config.tie_embeddings and isinstance(self.head, LanguageModel | MaskedLanguageModel):
+            self.head.logits.weight = stack.embeddings.tokens.weight
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def num_parameters(self) -> int:
+        """Each parameter once, however many places use it."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def make_cache(self, batch: int, capacity: int) -> Cache:
+        """Room for the keys and values of `capacity` tokens in each of `batch` rows."""
+        if self.config.shape == "encoder":
+            raise ValueError("an encoder sees all tokens at once and keeps no cache")
+        return Cache(self.config, batch, capacity, device=self.device, dtype=self.dtype)
