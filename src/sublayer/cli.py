@@ -36,11 +36,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
-        known = [word for action in self._actions for word in (*action.option_strings, *(action.choices or ()))]
+        known = _words(self)
         near = difflib.get_close_matches((wrong[1] or wrong[2]).split("=")[0], known, n=1) if wrong else []
         hint = f"; did you mean {near[0]!r}?" if near else f"; see {self.prog} --help"
         print(f"sublayer: {message}{hint}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _words(parser: argparse.ArgumentParser) -> list[str]:
+    """Every option and choice of a parser and of its verbs."""
+    words: list[str] = []
+    for action in parser._actions:
+        words += [*action.option_strings, *map(str, action.choices or ())]
+        if isinstance(action.choices, dict):
+            words += [word for verb in action.choices.values() for word in _words(verb)]
+    return words
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -312,9 +312,9 @@ def _check_sense(config: ModelConfig) -> None:
             f"rotary positions turn pairs of dimensions, and {config.rotary_dim} of head_dim {config.head_size} "
             f"(rotary_fraction {config.rotary_fraction}) is not an even number of at least 2; change one of them"
         )
-    if config.positions == "rotary" and config.rotary_scaling is not None:
-        if config.rotary_scaling.kind == "dynamic" and config.rotary_dim < 4:
-            raise ValueError(f"dynamic rotary scaling needs at least 4 rotary dimensions, not {config.rotary_dim}")
+    dynamic = config.rotary_scaling is not None and config.rotary_scaling.kind == "dynamic"
+    if config.positions == "rotary" and dynamic and config.rotary_dim < 4:
+        raise ValueError(f"dynamic rotary scaling needs at least 4 rotary dimensions, not {config.rotary_dim}")
     if config.positions.startswith("sinusoidal") and config.d_model % 2:
         raise ValueError(f"sinusoidal positions come in sine-cosine pairs; d_model {config.d_model} is odd")
     if config.positions == "relative" and (

@@ -65,14 +65,14 @@ def run() -> None:
 
 def _show_variant(console: Console) -> None:
     """Every mechanism combines with every family: the proof is a variant nobody has published."""
-    changes = {"norm": "rmsnorm", "placement": "deep", "positions": "rotary"}
+    changes: dict[str, Any] = {"norm": "rmsnorm", "placement": "deep", "positions": "rotary"}
     model: Model = build(dataclasses.replace(shrink(preset("gpt2")), **changes), seed=0)
     ids = torch.arange(16)[None] % 7
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         loss = torch.nn.functional.cross_entropy(model(ids[:, :-1])[0], ids[0, 1:])
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
     new = generate(model, ids[:, :9], max_new_tokens=7)[0].tolist()
     text = ", ".join(f"{key}={value!r}" for key, value in changes.items())

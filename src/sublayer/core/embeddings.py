@@ -1,4 +1,4 @@
-"""What goes into a stack: tokens, or patches of an image, with positions and segments where the configuration has them."""
+"""What goes into a stack: tokens or patches of an image, with their positions and segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The position-wise feed-forward sublayer: down(activation(up(x))), or down(activation(gate(x)) · up(x)) with a gate."""
+"""The position-wise sublayer: down(activation(up(x))), or with a gate down(activation(gate(x)) · up(x))."""
 
 from __future__ import annotations
 

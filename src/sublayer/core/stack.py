@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..config import ModelConfig
@@ -19,7 +21,7 @@ class Stack(nn.Module):
         super().__init__()
         self.causal = side == "decoder"
         vocab_size = config.output_vocab_size if self.causal else config.vocab_size
-        self.embeddings = PatchEmbeddings(config) if config.image_input else TokenEmbeddings(config, vocab_size)
+        self.embeddings: Any = PatchEmbeddings(config) if config.image_input else TokenEmbeddings(config, vocab_size)
         self.rotary = Rotary(config) if config.positions == "rotary" else None
         self.bias = position_bias(config, self.causal)
         self.blocks = nn.ModuleList(Block(config, side) for _ in range(config.layers(side)))

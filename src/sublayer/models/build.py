@@ -13,7 +13,7 @@ from ..core.embeddings import PatchEmbeddings
 from ..core.feedforward import FeedForward
 from ..core.heads import Logits
 from ..core.norm import BatchNorm, LayerNorm, RMSNorm
-from ..core.positions import Learned, RelativeBias
+from ..core.positions import Learned, RelativeBias, Rotary, Sinusoidal
 from ..core.stack import Stack
 from .decoder import Decoder
 from .encoder import Encoder
@@ -78,7 +78,7 @@ def _is_parameter(tensor: Tensor) -> bool:
 def derive(model: nn.Module) -> None:
     """Fill the tables that follow from the configuration and are stored nowhere."""
     for module in model.modules():
-        if hasattr(module, "derive"):
+        if isinstance(module, Sinusoidal | Rotary):
             module.derive()
 
 

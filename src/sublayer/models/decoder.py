@@ -15,7 +15,7 @@ class Decoder(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.decoder = Stack(config, "decoder")
-        self.tie(self.decoder)
+        self.tie(self.decoder.embeddings.tokens.weight)
 
     def features(
         self, ids: Tensor, *, mask: Tensor | None = None, cache: Cache | None = None, packing: Packing | None = None

@@ -14,7 +14,8 @@ class Encoder(Model):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.encoder = Stack(config, "encoder")
-        self.tie(self.encoder)
+        if not config.image_input:
+            self.tie(self.encoder.embeddings.tokens.weight)
 
     def features(
         self,

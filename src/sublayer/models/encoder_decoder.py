@@ -18,7 +18,7 @@ class EncoderDecoder(Model):
         self.decoder = Stack(config, "decoder")
         if config.share_embeddings:
             self.decoder.embeddings.tokens.weight = self.encoder.embeddings.tokens.weight
-        self.tie(self.decoder)
+        self.tie(self.decoder.embeddings.tokens.weight)
 
     def encode(self, source: Tensor, *, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         return self.encoder(source, Layout.of(source, mask, packing))

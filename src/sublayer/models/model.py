@@ -8,7 +8,6 @@ from torch import nn
 from ..config import ModelConfig
 from ..core.cache import Cache
 from ..core.heads import LanguageModel, MaskedLanguageModel, make_head
-from ..core.stack import Stack
 
 
 class Model(nn.Module):
@@ -19,10 +18,10 @@ class Model(nn.Module):
         self.config = config
         self.head = make_head(config)
 
-    def tie(self, stack: Stack) -> None:
-        """Let the output matrix be the stack's token matrix, where the configuration says so."""
+    def tie(self, tokens: nn.Parameter) -> None:
+        """Let the output matrix be the token matrix, where the configuration says so."""
         if self.config.tie_embeddings and isinstance(self.head, LanguageModel | MaskedLanguageModel):
-            self.head.logits.weight = stack.embeddings.tokens.weight
+            self.head.logits.weight = tokens
 
     @property
     def device(self) -> torch.device:
