@@ -15,9 +15,9 @@ from .positions import rotate
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.num_heads, self.kv_heads, self.head_size = config.num_heads, config.kv_heads, config.head_size
+        self.head_size = config.head_size
         self.scale, self.dropout = config.scale, config.attention_dropout
-        width, kv_width = self.num_heads * self.head_size, self.kv_heads * self.head_size
+        width, kv_width = config.num_heads * self.head_size, config.kv_heads * self.head_size
         self.query = nn.Linear(config.d_model, width, bias=config.attention_bias)
         self.key = nn.Linear(config.d_model, kv_width, bias=config.attention_bias)
         self.value = nn.Linear(config.d_model, kv_width, bias=config.attention_bias)
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: Entry | CrossEntry | None = None,
     ) -> Tensor:
-        query = self.query_norm(self.query(x).unflatten(-1, (self.num_heads, self.head_size)))  # (..., T, H, E)
+        query = self.query_norm(self._split(self.query(x)))  # (..., T, H, E)
         if rotary is not None:
             query = rotate(query, rotary)
         if memory is None and isinstance(cache, CrossEntry):
@@ -48,8 +48,11 @@ class Attention(nn.Module):
     def _key_value(
         self, source: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Entry | CrossEntry | None
     ) -> tuple[Tensor, Tensor]:
-        key = self.key_norm(self.key(source).unflatten(-1, (self.kv_heads, self.head_size)))  # (..., S, K, E)
-        value = self.value(source).unflatten(-1, (self.kv_heads, self.head_size))
+        key = self.key_norm(self._split(self.key(source)))  # (..., S, K, E)
+        value = self._split(self.value(source))
         if rotary is not None:
             key = rotate(key, rotary)
         return (key, value) if cache is None else cache.write(key, value)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_size)

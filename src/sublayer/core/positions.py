@@ -176,8 +176,8 @@ class Alibi(nn.Module):
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """2^(-8i/n) for n heads; for other than a power of two, every second slope of the next one fills the rest."""
     power = 2 ** math.floor(math.log2(num_heads))
-    exponents = torch.arange(1, power + 1, device=device, dtype=torch.float32) * (8 / power)
-    extra = torch.arange(1, 2 * (num_heads - power), 2, device=device, dtype=torch.float32) * (4 / power)
+    exponents = (torch.arange(power, device=device) + 1) * (8 / power)
+    extra = (2 * torch.arange(num_heads - power, device=device) + 1) * (4 / power)
     return torch.exp2(-torch.cat((exponents, extra)))
 
 

@@ -1,0 +1,23 @@
+"""The tests run on the CPU; SUBLAYER_TEST_DEVICE=cuda runs the same ones on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "default", deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=200)
+hypothesis.settings.load_profile(os.environ.get("SUBLAYER_TEST_PROFILE", "default"))
+
+DEVICE = os.environ.get("SUBLAYER_TEST_DEVICE", "cpu")
+torch.set_default_device(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
