@@ -177,12 +177,13 @@ def test_rotary_scaling_equals_transformers(kind, length):
         del parameters["original_max_position_embeddings"]
     if kind == "default":
         del parameters["factor"]
-    reference = LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=64, num_attention_heads=4, max_position_embeddings=16 if kind == "dynamic" else 64,
-            rope_parameters=parameters,
-        )
-    )  # fmt: skip
+    with torch.device("cpu"):
+        reference = LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=64, num_attention_heads=4, max_position_embeddings=16 if kind == "dynamic" else 64,
+                rope_parameters=parameters,
+            )
+        ).to(torch.get_default_device())  # fmt: skip
     scaling = None if kind == "default" else RotaryScaling(kind=kind, factor=4.0, original_max_positions=16)
     config = small("llama-7b", d_model=64, num_heads=4, rotary_scaling=scaling, max_positions=16)
     ours = Rotary(config)

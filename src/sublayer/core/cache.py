@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from .layout import Layout
+from .layout import Layout, may_look
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Cache:
     def entries(self, layout: Layout) -> list[Entry]:
         """One for each layer, for a step over tokens of this layout."""
         slots = layout.positions
-        if not torch.compiler.is_compiling() and slots.is_cpu and int(slots.max()) >= self.capacity:
+        if may_look(slots) and int(slots.max()) >= self.capacity:
             raise ValueError(
                 f"token {int(slots.max()) + 1} of a sequence does not fit into a cache of {self.capacity}; "
                 "make the cache as long as the prompt and the answer together"

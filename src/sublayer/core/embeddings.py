@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .layout import Layout
+from .layout import Layout, may_look
 from .norm import NoNorm, make_norm
 from .positions import Learned, added_positions
 
@@ -49,12 +49,10 @@ class TokenEmbeddings(nn.Module):
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:
-    """A clear error instead of a device-side assertion. Not while compiling or capturing: it looks at the values."""
+    """A clear error instead of a device-side assertion."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"token ids are {ids.dtype}; expected whole numbers (torch.long)")
-    if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
-        return
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not may_look(ids):
         return
     low, high = (int(edge) for edge in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:

@@ -56,6 +56,8 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float,
         scale=scale,
         enable_gqa=query.size(1) != key.size(1),
     )
+    if query.is_cuda and mask.blind is not None:
+        out = out.masked_fill(mask.blind, 0.0)  # cuDNN's kernel spreads a blind query over all keys
     return out.reshape(out.size(0), heads, tokens, -1).transpose(1, 2)  # (B, T, H, E)
 
 

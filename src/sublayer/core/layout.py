@@ -93,6 +93,13 @@ class Layout:
         return self.positions.amax(-1, keepdim=True) + 1
 
 
+def may_look(values: Tensor) -> bool:
+    """Whether a check may read these values: not while compiling or capturing, where they are not known yet."""
+    if torch.compiler.is_compiling() or values.is_meta or values.numel() == 0:
+        return False
+    return not (values.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def first_tokens(features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
     """(B, D): the first real token of each sequence, whichever side the padding is on."""
     if packing is not None:

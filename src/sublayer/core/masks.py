@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,11 @@ class Mask:
     bias: Tensor | None = None  # float, broadcasts to (B, H, T, S); added to the scores
     window: int | None = None
     packing: tuple[Packing, Packing] | None = None
+
+    @cached_property
+    def blind(self) -> Tensor | None:
+        """(B, 1, T, 1): the queries that may see nothing."""
+        return None if self.allowed is None else ~self.allowed.any(-1, keepdim=True)
 
     def padded(self) -> Mask:
         """The mask of the same sequences on the padded grid, for kernels that know no packing."""
