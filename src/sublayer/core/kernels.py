@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from .masks import Mask
 
@@ -69,6 +68,8 @@ def _fold(bias: Tensor | None, groups: int) -> Tensor | None:
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # takes a second to import, and only a GPU can use it
+
     assert mask.packing is not None
     queries, keys = mask.packing
     groups = query.size(1) // key.size(1)

@@ -1,0 +1,11 @@
+"""`make bench`: every benchmark that runs on this machine, one after the other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BENCHMARKS = ("benchmarks.core",)
+
+for module in BENCHMARKS:
+    subprocess.run([sys.executable, "-m", module], check=True)
