@@ -1,6 +1,6 @@
 """The core against its peers: import, building the largest model, and a training step of three families.
 
-    python -m benchmarks.core
+python -m benchmarks.core
 """
 
 from __future__ import annotations

@@ -47,6 +47,10 @@ GPT = dataclasses.asdict(small("gpt2"))
         ({"rotary_scaling": {"kind": "linear", "factor": 0.5}}, ["0.5", "at least 1.0"]),
         ({"rotary_scaling": {"kind": "linear", "factr": 2.0}}, ["'factr'", "did you mean 'factor'"]),
         ({"positions": "relative", "relative_buckets": 5}, ["relative_buckets is 5", "even"]),
+        ({"rotary_scaling": {"kind": "linear"}}, ["RotaryScaling lacks 'factor'"]),
+        ({"rotary_scaling": {"kind": "linear", "factor": "2"}}, ["factor is '2'", "finite number"]),
+        ({"rotary_fraction": 1.5}, ["rotary_fraction is 1.5", "at most 1"]),
+        ({"num_segments": -1}, ["num_segments is -1"]),
     ],
 )
 def test_bad_configurations_name_the_value_the_rule_and_the_remedy(changes, words):
@@ -76,6 +80,8 @@ def test_json_round_trip(name):
 
 
 def test_json_nonsense():
+    with pytest.raises(ValueError, match="ModelConfig lacks 'd_model'"):
+        ModelConfig.from_dict({"shape": "decoder"})
     for text in ("{", "[]", "3", "null"):
         with pytest.raises(ValueError, match="configuration"):
             ModelConfig.from_json(text)
@@ -107,6 +113,29 @@ def test_inputs_that_do_not_fit_the_model():
         model(random_ids(1, 3), mask=torch.ones(1, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="longer than the 48 positions"):
         model.make_cache(1, 49)
+    with pytest.raises(ValueError, match="longer than the 48 positions"):
+        sublayer.generate(model, random_ids(1, 40), max_new_tokens=10)
+    assert sublayer.generate(model, random_ids(1, 40), max_new_tokens=9, eos_id=-1).shape == (1, 9)
+    holes = torch.tensor([[True, False, True]])
+    with pytest.raises(ValueError, match="padding between real tokens"):
+        model(random_ids(1, 3), mask=holes)
+    with pytest.raises(ValueError, match="a batch of 1 does not fit a cache of 2 rows"):
+        model(random_ids(1, 3), cache=model.make_cache(2, 4))
+    for shape in ((3,), (1, 0)):
+        with pytest.raises(ValueError, match=r"expected \(batch, tokens\)"):
+            model(torch.zeros(shape, dtype=torch.long))
+    with pytest.raises(ValueError, match="packing is of 7 tokens, and 5 were given"):
+        model(random_ids(5), packing=Packing.from_lengths([3, 4]))
+    with pytest.raises(ValueError, match="expected one dimension"):
+        model(random_ids(1, 5), packing=Packing.from_lengths([5]))
+    with pytest.raises(ValueError, match="every prompt needs at least one"):
+        sublayer.generate(model, random_ids(2, 3), mask=torch.tensor([[True] * 3, [False] * 3]), max_new_tokens=2)
+    with pytest.raises(ValueError, match="needs a model with head 'lm'"):
+        sublayer.generate(sublayer.build(small("gpt2", head="none")), random_ids(1, 3), max_new_tokens=2)
+    with pytest.raises(ValueError, match="segment id 5 is outside"):
+        sublayer.build(small("bert-base"))(random_ids(1, 1), token_types=torch.tensor([[5]]))
+    wide = torch.cat((random_ids(1, 20), random_ids(1, 40)), 1)
+    assert model(wide, mask=torch.arange(60)[None] >= 20).isfinite().all()
     with pytest.raises(ValueError, match="does not fit into a cache of 4"):
         model(random_ids(1, 5), cache=model.make_cache(1, 4))
     with pytest.raises(ValueError, match="no segments"):

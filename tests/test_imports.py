@@ -21,7 +21,8 @@ ALLOWED = {
     "training": {"config", "core", "models", "data"},
     "generation": {"config", "core", "models", "data"},
     "inspection": {"config", "core", "models", "data"},
-    "serving": {"config", "core", "models", "data", "hub", "training", "generation", "inspection"},
+    "lm": {"config", "core", "models", "data", "hub", "generation"},
+    "serving": {"lm", "config", "core", "models", "data", "hub", "training", "generation", "inspection"},
 }
 
 

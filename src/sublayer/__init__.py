@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from .core.cache import Cache as Cache
     from .core.layout import Packing as Packing
     from .generation import generate as generate
+    from .hub import load_model as load_model
+    from .hub import save_model as save_model
+    from .lm import load as load
     from .models import build as build
 
 __version__ = "0.1.0"
@@ -22,6 +25,9 @@ _LAZY = {
     "Packing": ".core.layout",
     "build": ".models",
     "generate": ".generation",
+    "load": ".lm",
+    "load_model": ".hub",
+    "save_model": ".hub",
 }
 __all__ = ["ModelConfig", "RotaryScaling", "preset", "presets", *_LAZY]
 

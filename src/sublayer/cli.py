@@ -64,7 +64,22 @@ def _parser() -> argparse.ArgumentParser:
     verb = verbs.add_parser("presets", help="list the named models with their sizes")
     verb.add_argument("--json", action="store_true", help="print JSON instead of a table")
     verb.set_defaults(run=_presets)
+
+    verb = verbs.add_parser("convert", help="write a checkpoint in another form: Hugging Face folder or GGUF file")
+    verb.add_argument("source", help="a folder in Hugging Face's format, a .gguf file, or a name on the hub")
+    verb.add_argument("target", help="the folder to write, or the .gguf file")
+    verb.add_argument("--to", choices=("hf", "gguf"), help="the form to write; otherwise the target's name decides")
+    verb.add_argument("--dtype", help="float32, bfloat16 or float16; for GGUF also q8_0. Otherwise that of the source")
+    verb.add_argument("--max-shard-size", default="5GB", help="the largest file of weights, e.g. 500MB (%(default)s)")
+    verb.add_argument("--json", action="store_true", help="print the summary as JSON")
+    verb.set_defaults(run=_convert)
     return parser
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from .convert import convert
+
+    convert(options.source, options.target, options.to, options.dtype, options.max_shard_size, as_json=options.json)
 
 
 def _demo(options: argparse.Namespace) -> None:

@@ -37,6 +37,9 @@ def _known_keys(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     for key in values:
         if key not in names:
             raise ValueError(unknown(f"{cls.__name__} key", key, names))
+    for spec in dataclasses.fields(cls):
+        if spec.default is dataclasses.MISSING and spec.name not in values:
+            raise ValueError(f"{cls.__name__} lacks {spec.name!r}; it has no default")
     return values
 
 
@@ -62,6 +65,13 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.kind not in SCALINGS:
             raise ValueError(unknown("rotary scaling", self.kind, SCALINGS))
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if not number and not (value is None and name == "attention_factor"):
+                raise ValueError(f"rotary scaling {name} is {value!r}; expected a finite number")
+        if not isinstance(self.original_max_positions, int | None):
+            raise ValueError(f"original_max_positions is {self.original_max_positions!r}; expected a whole number")
         if not self.factor >= 1.0:
             raise ValueError(f"rotary scaling factor is {self.factor}; it must be at least 1.0")
         if self.kind in ("yarn", "llama3") and not self.original_max_positions:
@@ -285,6 +295,11 @@ def _check_sizes(config: ModelConfig) -> None:
     for name in ("dropout", "attention_dropout", "ffn_dropout"):
         if not 0.0 <= getattr(config, name) < 1.0:
             raise ValueError(f"{name} is {getattr(config, name)}; it must be at least 0 and below 1")
+    for name in ("vocab_size", "num_segments", "position_offset", "num_labels"):
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name} is {getattr(config, name)}; it must not be negative")
+    if not 0.0 < config.rotary_fraction <= 1.0:
+        raise ValueError(f"rotary_fraction is {config.rotary_fraction}; it must be above 0 and at most 1")
     if config.norm_eps < 0 or config.rotary_base <= 0 or config.init_std <= 0:
         raise ValueError("norm_eps must not be negative; rotary_base and init_std must be above 0")
     if config.head_dim is None and config.d_model % config.num_heads:
@@ -353,7 +368,8 @@ def _check_head(config: ModelConfig) -> None:
         raise ValueError(f"head {config.head!r} needs num_labels of at least 1, not {config.num_labels}")
     if config.pooler != "none" and config.head not in ("none", "pooler", "classifier"):
         raise ValueError(
-            f"a pooler feeds head 'none', 'pooler' or 'classifier'; head {config.head!r} would not read it"
+            f"a pooler feeds head 'none', 'pooler' or 'classifier', and head {config.head!r} would not read it; "
+            "set pooler='none'"
         )
     if config.pooler != "none" and config.shape != "encoder":
         raise ValueError(f"a pooler reads the first token of an encoder; shape {config.shape!r} has none to read")

@@ -63,8 +63,8 @@ class Cache:
         limited = config.positions == "learned" or config.positions.startswith("sinusoidal")
         if limited and capacity > config.max_positions:
             raise ValueError(
-                f"a cache of {capacity} tokens is longer than the {config.max_positions} positions of the model; "
-                f"ask for at most {config.max_positions}"
+                f"{capacity} tokens, prompt and answer together, are longer than the {config.max_positions} positions "
+                "of the model; shorten the prompt or ask for fewer new tokens"
             )
         self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
@@ -78,9 +78,10 @@ class Cache:
     def entries(self, layout: Layout) -> list[Entry]:
         """One for each layer, for a step over tokens of this layout."""
         slots = layout.positions
-        if may_look(slots) and int(slots.max()) >= self.capacity:
+        real = slots if layout.valid is None else slots * layout.valid
+        if may_look(real) and int(real.max()) >= self.capacity:
             raise ValueError(
-                f"token {int(slots.max()) + 1} of a sequence does not fit into a cache of {self.capacity}; "
+                f"token {int(real.max()) + 1} of a sequence does not fit into a cache of {self.capacity}; "
                 "make the cache as long as the prompt and the answer together"
             )
         if layout.valid is not None:

@@ -29,7 +29,9 @@ class TokenEmbeddings(nn.Module):
         check_ids(ids, self.tokens.num_embeddings)
         x = self.tokens(ids) * self.scale if self.scale != 1.0 else self.tokens(ids)  # (..., T, D)
         if self.segments is not None:
-            x = x + self.segments(torch.zeros_like(ids) if token_types is None else token_types)
+            types = torch.zeros_like(ids) if token_types is None else token_types
+            check_ids(types, self.segments.num_embeddings, "segment")
+            x = x + self.segments(types)
         elif token_types is not None:
             raise ValueError(
                 "token_types were given, and this model has no segments (num_segments is 0); leave them out"
@@ -41,6 +43,8 @@ class TokenEmbeddings(nn.Module):
 
     def _check_length(self, layout: Layout) -> None:
         longest = layout.positions.size(-1) if layout.packing is None else layout.packing.max_length
+        if layout.valid is not None and may_look(layout.positions):
+            longest = int(layout.positions.max()) + 1  # padding takes no position
         if longest > self.max_positions:
             raise ValueError(
                 f"a sequence of {longest} tokens is longer than the {self.max_positions} positions of the model; "
@@ -48,16 +52,16 @@ class TokenEmbeddings(nn.Module):
             )
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> None:
+def check_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:
     """A clear error instead of a device-side assertion."""
     if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"token ids are {ids.dtype}; expected whole numbers (torch.long)")
+        raise ValueError(f"{what} ids are {ids.dtype}; expected whole numbers (torch.long)")
     if not may_look(ids):
         return
     low, high = (int(edge) for edge in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:
         raise ValueError(
-            f"token id {high if high >= vocab_size else low} is outside the vocabulary of {vocab_size}; "
+            f"{what} id {high if high >= vocab_size else low} is outside the vocabulary of {vocab_size}; "
             f"ids go from 0 to {vocab_size - 1}: is this the tokenizer of this model?"
         )
 

@@ -27,6 +27,12 @@ class Packing:
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
         return cls(offsets, max(lengths))
 
+    def check(self, tokens: Tensor) -> None:
+        if tokens.dim() != 1:
+            raise ValueError(f"packed tokens have shape {tuple(tokens.shape)}; expected one dimension, end to end")
+        if may_look(self.offsets) and int(self.offsets[-1]) != tokens.size(0):
+            raise ValueError(f"the packing is of {int(self.offsets[-1])} tokens, and {tokens.size(0)} were given")
+
     @property
     def lengths(self) -> Tensor:
         return self.offsets.diff()
@@ -70,8 +76,13 @@ class Layout:
         if packing is not None:
             if mask is not None or past is not None:
                 raise ValueError("a packed batch has no padding and no cache; give packing alone")
+            packing.check(tokens)
             return cls(packing.positions(tokens.size(0)), packing=packing)
+        if tokens.dim() < 2 or tokens.size(1) == 0:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; expected (batch, tokens), at least one each")
         batch, length = tokens.shape[:2]
+        if past is not None and past.size(0) != batch:
+            raise ValueError(f"a batch of {batch} does not fit a cache of {past.size(0)} rows; make one for this batch")
         if mask is None:
             positions = torch.arange(length, device=tokens.device)
         else:
@@ -80,6 +91,8 @@ class Layout:
                     f"mask is {mask.dtype} of shape {tuple(mask.shape)}; expected torch.bool of shape "
                     f"{(batch, length)}, True where there is a real token"
                 )
+            if may_look(mask) and bool((mask[:, 1:] & ~mask[:, :-1]).sum(1).add(mask[:, 0]).gt(1).any()):
+                raise ValueError("mask has padding between real tokens; it may stand before them or after them only")
             positions = (mask.cumsum(1) - 1).clamp(min=0)
         if past is not None:
             positions = past[:, None] + positions

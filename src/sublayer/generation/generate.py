@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Generator, Tensor
@@ -12,7 +12,6 @@ from ..models import Decoder, EncoderDecoder, Model
 from . import sampling
 
 
-@torch.inference_mode()
 def generate(
     model: Model,
     ids: Tensor,
@@ -34,6 +33,29 @@ def generate(
     `ids` (B, T) is the prompt of a decoder, padded on either side with `mask` False there, or the source of an
     encoder-decoder. Special ids left at None are those of the model's configuration.
     """
+    options = dict(locals())
+    del options["model"], options["ids"]
+    return torch.stack(list(stream(model, ids, **options)), 1)
+
+
+@torch.inference_mode()
+def stream(
+    model: Model,
+    ids: Tensor,
+    *,
+    mask: Tensor | None = None,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    eos_id: int | tuple[int, ...] | None = None,
+    pad_id: int | None = None,
+    start_id: int | None = None,
+    seed: int | None = None,
+) -> Iterator[Tensor]:
+    """The tokens (B,) that `generate` puts together, one step at a time."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     ends = _ends(model.config.eos_id if eos_id is None else eos_id)
@@ -45,14 +67,13 @@ def generate(
     try:
         logits, step, seen = _begin(model, ids, mask, max_new_tokens, start_id)
         finished = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
-        new: list[Tensor] = []
-        while True:
+        for count in range(1, max_new_tokens + 1):
             scores = sampling.repetition_penalty(logits.float(), seen, repetition_penalty)
             token = torch.where(finished, pad, choose(scores))
-            new.append(token)
+            yield token
             finished = finished | torch.isin(token, end_ids)
-            if len(new) == max_new_tokens or bool(finished.all()):
-                return torch.stack(new, 1)
+            if count == max_new_tokens or bool(finished.all()):
+                return
             seen.scatter_(-1, token[:, None], True)
             logits = step(token)
     finally:
@@ -63,9 +84,10 @@ def _begin(
     model: Model, ids: Tensor, mask: Tensor | None, max_new_tokens: int, start_id: int | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor], Tensor]:
     """The first logits, the function from a token to the next ones, and which ids (B, V) the text already has."""
+    _check(model, ids, mask)
     batch = ids.size(0)
     if isinstance(model, Decoder):
-        cache = model.make_cache(batch, ids.size(1) + max_new_tokens)
+        cache = model.make_cache(batch, ids.size(1) + max_new_tokens - 1)  # the last token is not fed back
         said, real = ids, torch.ones_like(ids) if mask is None else mask.long()
         logits = model.head(_last(model.features(ids, mask=mask, cache=cache), mask))
 
@@ -82,9 +104,18 @@ def _begin(
             return model(None, token[:, None], cache=cache)[:, -1]
 
     else:
-        raise ValueError(f"shape {model.config.shape!r} predicts no next token; generation needs a decoder")
+        raise AssertionError(model.config.shape)  # only these two have the head
     seen = torch.zeros_like(logits, dtype=torch.long).scatter_add_(-1, said, real) > 0
     return logits, step, seen
+
+
+def _check(model: Model, ids: Tensor, mask: Tensor | None) -> None:
+    if model.config.head != "lm":
+        raise ValueError(f"head {model.config.head!r} gives no next token; generation needs a model with head 'lm'")
+    if ids.dim() != 2 or ids.size(1) == 0:
+        raise ValueError(f"ids have shape {tuple(ids.shape)}; expected (batch, tokens), at least one token each")
+    if mask is not None and not bool(mask.any(1).all()):
+        raise ValueError("a row of the mask has no real token; every prompt needs at least one")
 
 
 def _last(features: Tensor, mask: Tensor | None) -> Tensor:

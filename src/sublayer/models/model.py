@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.origin: dict[str, Any] | None = None  # the config.json it was loaded from
         self.head = make_head(config)
 
     def tie(self, tokens: nn.Parameter) -> None:

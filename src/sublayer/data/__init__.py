@@ -1,0 +1,5 @@
+"""Text and ids."""
+
+from .tokenizer import Tokenizer
+
+__all__ = ["Tokenizer"]
