@@ -12,8 +12,9 @@ import torch
 from tests.support import model_of, small
 
 from sublayer.config import ModelConfig, RotaryScaling
-from sublayer.hub.gguf import GGUFCheckpoint, read_gguf, write_gguf
+from sublayer.hub.gguf import GGUFCheckpoint, read_gguf
 from sublayer.hub.gguf_tokenizer import tokenizer_from_gguf
+from sublayer.hub.gguf_write import write_gguf
 from sublayer.hub.load import load_model
 from sublayer.hub.tensors import CheckpointError
 from sublayer.models import build, materialize

@@ -47,7 +47,7 @@ def _check_dtype(to: str, dtype: str | None) -> None:
 
 
 def _write_gguf(model: Model, path: Path, out: Path, dtype: str | None) -> None:
-    from .hub.gguf import write_gguf
+    from .hub.gguf_write import write_gguf
 
     name = dtype or str(model.dtype).removeprefix("torch.")
     tokenizer = path / "tokenizer.json"
