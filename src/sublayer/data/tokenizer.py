@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,13 +27,14 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """From tokenizer.json, or from the older vocabulary files of BERT and GPT-2."""
-        settings = _json(folder / "tokenizer_config.json")
+        settings = _json(folder / "special_tokens_map.json") | _json(folder / "tokenizer_config.json")
         try:
             backend = _backend(folder, settings)
         except Exception as error:  # the library raises plain Exception for a file it cannot read
             if isinstance(error, ValueError):
                 raise
-            raise ValueError(f"{folder}: the tokenizer cannot be read: {error}") from None
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise ValueError(f"{folder}: the tokenizer cannot be read: {reason}") from None
         out = cls(backend, settings)
         out.folder = folder
         return out
@@ -58,6 +60,10 @@ class Tokenizer:
         usual = {"mask": ("[MASK]", "<mask>"), "pad": ("[PAD]", "<pad>")}.get(name, ())
         return next((self.id_of(token) for token in usual if self.id_of(token) is not None), None)
 
+    def is_byte(self, token: int) -> bool:
+        """Whether a token is one byte of a character that the vocabulary lacks, as SentencePiece writes it."""
+        return re.fullmatch(r"<0x[0-9A-F]{2}>", self.backend.id_to_token(token) or "") is not None
+
     @property
     def vocab_size(self) -> int:
         return self.backend.get_vocab_size()
@@ -66,7 +72,7 @@ class Tokenizer:
         """tokenizer.json beside the model, with the files that came with it."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in FILES[1:]:
-            if self.folder is not None and (self.folder / name).exists() and self.folder != folder:
+            if self.folder is not None and (self.folder / name).exists() and not self.folder.samefile(folder):
                 shutil.copy2(self.folder / name, folder / name)
         temporary = folder / ".tokenizer.json.tmp"
         self.backend.save(str(temporary))
@@ -86,10 +92,27 @@ def _backend(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(whole))
     if words.exists():
         lower = settings.get("do_lower_case", True) is not False
-        return tokenizers.BertWordPieceTokenizer(str(words), lowercase=lower)._tokenizer
+        chinese, accents = settings.get("tokenize_chinese_chars", True) is not False, settings.get("strip_accents")
+        return tokenizers.BertWordPieceTokenizer(
+            str(words), lowercase=lower, strip_accents=accents, handle_chinese_chars=chinese
+        )._tokenizer
     if pieces.exists() and merges.exists():
-        return tokenizers.ByteLevelBPETokenizer(str(pieces), str(merges))._tokenizer
+        return _byte_level(pieces, merges, settings)
     raise ValueError(f"{folder} holds no tokenizer: expected tokenizer.json, vocab.txt, or vocab.json and merges.txt")
+
+
+def _byte_level(pieces: Path, merges: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    """GPT-2's vocabulary, or that of RoBERTa and BART, which put a text between <s> and </s>."""
+    prefix = settings.get("add_prefix_space", False) is True
+    out = tokenizers.ByteLevelBPETokenizer(str(pieces), str(merges), add_prefix_space=prefix)._tokenizer
+    named = (settings.get(f"{name}_token") for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+    names = [token.get("content") if isinstance(token, dict) else token for token in named]
+    names += ["<|endoftext|>", "<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    out.add_special_tokens([name for name in names if isinstance(name, str) and out.token_to_id(name) is not None])
+    first, last = out.token_to_id("<s>"), out.token_to_id("</s>")
+    if first is not None and last is not None:
+        out.post_processor = tokenizers.processors.RobertaProcessing(("</s>", last), ("<s>", first), True, prefix)
+    return out
 
 
 def _json(path: Path) -> dict[str, Any]:

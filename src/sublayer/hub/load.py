@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from .families import FAMILIES
 from .family import Family
 from .plan import Move, fit
 from .rules import SAME, Rule
-from .tensors import CheckpointError, StoredTensor, find_tensors, read_json
+from .tensors import CheckpointError, StoredTensor, allocate, find_tensors, read_json
 
 OWN_TYPE = "sublayer"
 
@@ -94,23 +93,26 @@ def _fill(
     model.to(dtype=parse_dtype(dtype) or _usual_dtype(plan, tensors, device))
     if device.type == "meta":
         return
-    materialize(model, lambda name, tensor: torch.empty_like(tensor, device=device))
-    state = model.state_dict()
-
-    def move(step: Move) -> None:
-        places = [state[name] for name in step.rule.ours]
+    materialize(model, lambda name, tensor: allocate(tensor, device))
+    state = model.state_dict(keep_vars=True)
+    for step in plan:
+        places = [state[name].detach() for name in step.rule.ours]
         if step.stored not in tensors:
             places[0].zero_()
         elif step.rule.op is SAME:
-            tensors[step.stored].copy_to(places[0])
+            _place(tensors[step.stored], state[step.rule.ours[0]])
         else:
             for place, part in zip(places, step.rule.op.load(tensors[step.stored].load()), strict=True):
                 place.copy_(part)
 
-    # Reading and converting both release the interpreter's lock.
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for done in [pool.submit(move, step) for step in plan]:
-            done.result()
+
+def _place(stored: StoredTensor, place: Tensor) -> None:
+    """In the file itself, if the tensor is used as it is stored; else by one copy."""
+    mapped = stored.map() if place.is_cpu and place.dtype == stored.dtype else None
+    if mapped is not None:
+        place.data = mapped
+    else:
+        stored.copy_to(place.detach())
 
 
 def _usual_dtype(plan: list[Move], tensors: dict[str, StoredTensor], device: torch.device) -> torch.dtype:

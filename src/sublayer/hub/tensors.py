@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_JSON_BYTES = 64 << 20
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 16 << 20
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -35,13 +37,18 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. `read(start, stop, into)` fills a flat tensor with that range of its elements."""
+    """A tensor in a file. `read(start, stop, into)` fills a flat tensor with that range of its elements.
+
+    `mapped` is the whole of it where the file can be mapped into memory: nothing is read before it is used, and what is
+    written to it stays private.
+    """
 
     name: str
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int, Tensor], None]
+    mapped: Callable[[], Tensor | None] | None = None
 
     @property
     def numel(self) -> int:
@@ -67,9 +74,17 @@ class StoredTensor:
             if staging is not None:
                 flat[start:stop].copy_(part)
 
+    def map(self) -> Tensor | None:
+        """The tensor in place, without a copy, where the file allows it; looked through once for NaN."""
+        whole = None if self.mapped is None else self.mapped()
+        if whole is not None:
+            for part in torch.split(whole.view(-1), max(1, CHUNK_BYTES // self.dtype.itemsize)):
+                self._refuse_nan(part)
+        return whole
+
     def _refuse_nan(self, part: Tensor) -> None:
         # A sum that is a number holds no NaN; only when it is not are the values looked at one by one.
-        if part.is_floating_point() and math.isnan(float(part.sum(dtype=torch.float32))) and bool(part.isnan().any()):
+        if part.is_floating_point() and math.isnan(float(part.sum())) and bool(part.isnan().any()):
             raise CheckpointError(f"{self.file}: tensor {self.name!r} holds NaN; the file is damaged or badly trained")
 
     def same_as(self, other: StoredTensor) -> bool:
@@ -85,6 +100,16 @@ class StoredTensor:
             if not torch.equal(mine, theirs):
                 return False
         return True
+
+
+def allocate(like: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor, not touched yet. On Linux in huge pages: faulting in small ones costs more than reading."""
+    size = like.numel() * like.element_size()
+    if device.type != "cpu" or size < CHUNK_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty_like(like, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -144,15 +169,34 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}; download or save it again") from None
     tensors = {}
+    mapping = Mapping(path)
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
             raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry['dtype']}; supported are {known}")
-        reader = _file_reader(path, 8 + size + entry["data_offsets"][0])
-        tensors[name] = StoredTensor(name, path, DTYPES[entry["dtype"]], tuple(entry["shape"]), reader)
+        dtype, shape, offset = DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+        view = partial(mapping.view, dtype, shape, offset)
+        tensors[name] = StoredTensor(name, path, dtype, shape, _file_reader(path, offset), view)
     return tensors
+
+
+class Mapping:
+    """A file mapped into memory on first use, and for as long as a tensor in it lives."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.memory: mmap.mmap | None = None
+
+    def view(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor | None:
+        """The tensor at an offset, or None where it is empty or does not start at a multiple of its width."""
+        if offset % dtype.itemsize or not math.prod(shape):
+            return None
+        if self.memory is None:
+            with self.path.open("rb") as file:
+                self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(self.memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
 
 
 def _file_reader(path: Path, offset: int) -> Callable[[int, int, Tensor], None]:
