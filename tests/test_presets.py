@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -106,3 +108,18 @@ def test_weights_are_float32_on_the_cpu_unless_told_otherwise():
     assert model.device.type == torch.get_default_device().type
     half = sublayer.build(sublayer.preset("bert-tiny"), dtype="bfloat16")
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "vit-ti-16", "t5-small", "opus-mt-en-de", "smollm2-135m", "distilgpt2"])
+def test_no_parameter_is_left_without_an_initial_value(name):
+    """With deterministic algorithms on, torch fills memory that nobody set with NaN."""
+    config = sublayer.preset(name)
+    config = dataclasses.replace(config, vocab_size=min(config.vocab_size, 500), pad_id=None, start_id=None)
+    config = dataclasses.replace(config, norm="batchnorm", logits_bias="learned")
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = sublayer.build(config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for key, tensor in model.state_dict().items():
+        assert tensor.isfinite().all(), key

@@ -22,7 +22,7 @@ from .models import Model
 
 # What a folder says beside the model and its tokenizer: where answers end, and how sentences are pooled.
 KEPT = (
-    "generation_config.json", "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )  # fmt: skip
 
@@ -49,7 +49,7 @@ class LM:
                 "they do not belong together"
             )
         self.model, self.tokenizer, self.folder = model, tokenizer, folder
-        self.eos_id = _ends(self._said("generation_config.json").get("eos_token_id")) or _ends(model.config.eos_id)
+        self.eos_id = _ends(model.config.eos_id)
 
     @property
     def config(self) -> ModelConfig:

@@ -1,6 +1,7 @@
 """The parts every Transformer is made of.
 
-Reading order: layout, norm, positions, masks, kernels, cache, attention, feedforward, block, embeddings, heads, stack.
+Reading order: layers, layout, norm, positions, masks, kernels, cache, attention, feedforward, block, embeddings, heads,
+stack.
 
 Letters in shape comments:
     B batch    T tokens in a row    S tokens of the source, or slots of a cache    N tokens of a packed batch

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .cache import CrossEntry, Entry
 from .kernels import Kernel, fused
+from .layers import Linear
 from .masks import Mask
 from .norm import NoNorm, RMSNorm
 from .positions import rotate
@@ -18,10 +19,10 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.scale, self.dropout = config.scale, config.attention_dropout
         width, kv_width = config.num_heads * self.head_size, config.kv_heads * self.head_size
-        self.query = nn.Linear(config.d_model, width, bias=config.attention_bias)
-        self.key = nn.Linear(config.d_model, kv_width, bias=config.attention_bias)
-        self.value = nn.Linear(config.d_model, kv_width, bias=config.attention_bias)
-        self.output = nn.Linear(width, config.d_model, bias=config.attention_output_bias)
+        self.query = Linear(config.d_model, width, bias=config.attention_bias)
+        self.key = Linear(config.d_model, kv_width, bias=config.attention_bias)
+        self.value = Linear(config.d_model, kv_width, bias=config.attention_bias)
+        self.output = Linear(width, config.d_model, bias=config.attention_output_bias)
         self.query_norm = RMSNorm(self.head_size, config.norm_eps) if config.qk_norm else NoNorm()
         self.key_norm = RMSNorm(self.head_size, config.norm_eps) if config.qk_norm else NoNorm()
         self.kernel: Kernel = fused

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from .layers import Embedding
 from .layout import Layout, may_look
 from .norm import NoNorm, make_norm
 from .positions import Learned, added_positions
@@ -17,9 +18,9 @@ from .positions import Learned, added_positions
 class TokenEmbeddings(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        self.tokens = _table(vocab_size, config.d_model)
+        self.tokens = Embedding(vocab_size, config.d_model)
         self.scale = math.sqrt(config.d_model) if config.embedding_scale else 1.0
-        self.segments = _table(config.num_segments, config.d_model) if config.num_segments else None
+        self.segments = Embedding(config.num_segments, config.d_model) if config.num_segments else None
         self.positions = added_positions(config, config.max_positions, config.position_offset)
         self.max_positions = config.max_positions
         self.norm = make_norm(config) if config.embedding_norm else NoNorm()
@@ -50,11 +51,6 @@ class TokenEmbeddings(nn.Module):
                 f"a sequence of {longest} tokens is longer than the {self.max_positions} positions of the model; "
                 f"cut it to {self.max_positions}, or build the model with a larger max_positions"
             )
-
-
-def _table(rows: int, width: int) -> nn.Embedding:
-    """Without nn.Embedding's own initial values: drawing them on the meta device imports the whole compiler."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str = "token") -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from .layers import Linear
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -27,9 +28,9 @@ ACTIVATION: dict[str, Callable[[Tensor], Tensor]] = {
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias)
-        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.ffn_bias) if config.gated else None
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.ffn_bias)
+        self.up = Linear(config.d_model, config.d_ff, bias=config.ffn_bias)
+        self.gate = Linear(config.d_model, config.d_ff, bias=config.ffn_bias) if config.gated else None
+        self.down = Linear(config.d_ff, config.d_model, bias=config.ffn_bias)
         self.activation = ACTIVATION[config.activation]
         self.dropout = nn.Dropout(config.ffn_dropout)
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from .feedforward import ACTIVATION
+from .layers import Linear
 from .layout import Packing, first_tokens
 from .norm import make_norm
 
@@ -43,7 +44,7 @@ class MaskedLanguageModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.d_model, config.d_model)
+        self.dense = Linear(config.d_model, config.d_model)
         self.activation = ACTIVATION[config.activation]
         self.norm = make_norm(config)
         self.logits = Logits(config)
@@ -58,7 +59,7 @@ class Pooler(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.d_model, config.d_model) if config.pooler != "none" else None
+        self.dense = Linear(config.d_model, config.d_model) if config.pooler != "none" else None
         self.activation = torch.relu if config.pooler == "relu" else torch.tanh
 
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
@@ -91,7 +92,7 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         self.pooler = Pooler(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.classifier = nn.Linear(config.d_model, config.num_labels)
+        self.classifier = Linear(config.d_model, config.num_labels)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         return self.classifier(self.dropout(self.pooler(features, mask, packing)))  # (B, labels)
@@ -103,7 +104,7 @@ class TokenClassifier(nn.Module):
     def __init__(self, config: ModelConfig, num_labels: int) -> None:
         super().__init__()
         self.dropout = nn.Dropout(config.dropout)
-        self.classifier = nn.Linear(config.d_model, num_labels)
+        self.classifier = Linear(config.d_model, num_labels)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         return self.classifier(self.dropout(features))  # (..., T, labels)

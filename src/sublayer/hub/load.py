@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,7 @@ from .families import FAMILIES
 from .family import Family
 from .plan import Move, fit
 from .rules import SAME, Rule
-from .tensors import CheckpointError, StoredTensor, allocate, find_tensors, read_json
+from .tensors import CheckpointError, StoredTensor, find_tensors, read_json
 
 OWN_TYPE = "sublayer"
 
@@ -49,7 +50,22 @@ def load_model(
         model, plan, tensors = fit(family, family.read_config(theirs, _architecture(theirs, family)), stored, path)
     _fill(model, plan, tensors, device, dtype)
     model.origin = theirs
+    _read_generation(model, path / "generation_config.json")
     return model.eval()
+
+
+def _read_generation(model: Model, path: Path) -> None:
+    """The ids that end, pad and start an answer: this file, where there is one, has the last word on them."""
+    if not path.exists():
+        return
+    model.generation = read_json(path)
+    names = {"eos_token_id": "eos_id", "pad_token_id": "pad_id", "bos_token_id": "bos_id"}
+    names["decoder_start_token_id"] = "start_id"
+    ids = {ours: model.generation[key] for key, ours in names.items() if model.generation.get(key) is not None}
+    try:
+        model.config = dataclasses.replace(model.config, **ids)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def find_family(theirs: dict[str, Any], path: Path) -> Family:
@@ -93,7 +109,7 @@ def _fill(
     model.to(dtype=parse_dtype(dtype) or _usual_dtype(plan, tensors, device))
     if device.type == "meta":
         return
-    materialize(model, lambda name, tensor: allocate(tensor, device))
+    materialize(model, lambda name, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     state = model.state_dict(keep_vars=True)
     for step in plan:
         places = [state[name].detach() for name in step.rule.ours]
@@ -108,8 +124,9 @@ def _fill(
 
 def _place(stored: StoredTensor, place: Tensor) -> None:
     """In the file itself, if the tensor is used as it is stored; else by one copy."""
-    mapped = stored.map() if place.is_cpu and place.dtype == stored.dtype else None
+    mapped = stored.mapped() if place.is_cpu and place.dtype == stored.dtype else None
     if mapped is not None:
+        stored.check()
         place.data = mapped
     else:
         stored.copy_to(place.detach())

@@ -111,7 +111,7 @@ def _generation_config(model: Model) -> dict[str, Any]:
         "pad_token_id": config.pad_id,
         "decoder_start_token_id": config.start_id if config.shape == "encoder-decoder" else None,
     }
-    return {key: value for key, value in ids.items() if value is not None}
+    return model.generation | {key: value for key, value in ids.items() if value is not None}
 
 
 def _stored(state: dict[str, Tensor], move: Move, dtype: torch.dtype | None) -> Tensor:

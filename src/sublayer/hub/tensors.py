@@ -6,9 +6,8 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,8 @@ class CheckpointError(ValueError):
 class StoredTensor:
     """A tensor in a file. `read(start, stop, into)` fills a flat tensor with that range of its elements.
 
-    `mapped` is the whole of it where the file can be mapped into memory: nothing is read before it is used, and what is
-    written to it stays private.
+    `mapping` is the file in memory, where it can be mapped: nothing is read before it is used, and what is written to a
+    tensor in it stays private.
     """
 
     name: str
@@ -48,7 +47,8 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int, Tensor], None]
-    mapped: Callable[[], Tensor | None] | None = None
+    mapping: Mapping | None = None
+    offset: int = 0  # in the mapping, in bytes
 
     @property
     def numel(self) -> int:
@@ -61,26 +61,33 @@ class StoredTensor:
         return out
 
     def copy_to(self, destination: Tensor) -> None:
-        """Into memory that is there already, whatever its dtype and device, a chunk at a time."""
-        flat = destination.view(-1)
-        step = max(1, CHUNK_BYTES // self.dtype.itemsize)
-        direct = flat.dtype == self.dtype and flat.is_cpu
-        staging = None if direct else torch.empty(min(step, self.numel), dtype=self.dtype, device="cpu")
-        for start in range(0, self.numel, step):
-            stop = min(start + step, self.numel)
-            part = flat[start:stop] if staging is None else staging[: stop - start]
-            self.read(start, stop, part)
+        """Into memory that is there already, whatever its dtype and device, holding no more than a chunk beside it."""
+        flat, whole = destination.view(-1), self.mapped()
+        for start, stop in self._chunks():
+            if whole is not None:
+                part = whole.view(-1)[start:stop]
+            else:
+                part = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+                self.read(start, stop, part)
             self._refuse_nan(part)
-            if staging is not None:
-                flat[start:stop].copy_(part)
+            flat[start:stop].copy_(part)
+            if self.mapping is not None:
+                self.mapping.forget(self.offset + start * self.dtype.itemsize, self.offset + stop * self.dtype.itemsize)
 
-    def map(self) -> Tensor | None:
-        """The tensor in place, without a copy, where the file allows it; looked through once for NaN."""
-        whole = None if self.mapped is None else self.mapped()
+    def mapped(self) -> Tensor | None:
+        """The tensor in place, without a copy, where the file allows it."""
+        return None if self.mapping is None else self.mapping.view(self.dtype, self.shape, self.offset)
+
+    def check(self) -> None:
+        """Look through a mapped tensor for NaN; a copy is looked through as it is made."""
+        whole = self.mapped()
         if whole is not None:
-            for part in torch.split(whole.view(-1), max(1, CHUNK_BYTES // self.dtype.itemsize)):
-                self._refuse_nan(part)
-        return whole
+            for start, stop in self._chunks():
+                self._refuse_nan(whole.view(-1)[start:stop])
+
+    def _chunks(self) -> Iterator[tuple[int, int]]:
+        step = max(1, CHUNK_BYTES // self.dtype.itemsize)
+        return ((start, min(start + step, self.numel)) for start in range(0, self.numel, step))
 
     def _refuse_nan(self, part: Tensor) -> None:
         # A sum that is a number holds no NaN; only when it is not are the values looked at one by one.
@@ -91,25 +98,13 @@ class StoredTensor:
         """Whether two stored tensors are equal, without holding either."""
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
-        step = max(1, CHUNK_BYTES // self.dtype.itemsize)
-        for start in range(0, self.numel, step):
-            stop = min(start + step, self.numel)
+        for start, stop in self._chunks():
             mine, theirs = (torch.empty(stop - start, dtype=self.dtype, device="cpu") for _ in range(2))
             self.read(start, stop, mine)
             other.read(start, stop, theirs)
             if not torch.equal(mine, theirs):
                 return False
         return True
-
-
-def allocate(like: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor, not touched yet. On Linux in huge pages: faulting in small ones costs more than reading."""
-    size = like.numel() * like.element_size()
-    if device.type != "cpu" or size < CHUNK_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty_like(like, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
 def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> dict[str, Any]:
@@ -177,8 +172,7 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             known = ", ".join(DTYPES)
             raise CheckpointError(f"{path}: tensor {name!r} has dtype {entry['dtype']}; supported are {known}")
         dtype, shape, offset = DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
-        view = partial(mapping.view, dtype, shape, offset)
-        tensors[name] = StoredTensor(name, path, dtype, shape, _file_reader(path, offset), view)
+        tensors[name] = StoredTensor(name, path, dtype, shape, _file_reader(path, offset), mapping, offset)
     return tensors
 
 
@@ -197,6 +191,13 @@ class Mapping:
             with self.path.open("rb") as file:
                 self.memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(self.memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+
+    def forget(self, start: int, stop: int) -> None:
+        """Give back the pages of a range that was copied elsewhere: they would count as memory in use."""
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = stop // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if self.memory is not None and length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            self.memory.madvise(mmap.MADV_DONTNEED, start, length)
 
 
 def _file_reader(path: Path, offset: int) -> Callable[[int, int, Tensor], None]:

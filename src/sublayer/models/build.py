@@ -51,7 +51,7 @@ def build(
     device = torch.device(device) if device is not None else torch.get_default_device()
     if device.type == "meta":
         return model
-    materialize(model, lambda name, tensor: torch.empty_like(tensor, device=device))
+    materialize(model, lambda name, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     initialize(model, None if seed is None else Generator(device).manual_seed(seed))
     return model
 

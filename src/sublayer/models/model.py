@@ -18,7 +18,9 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.origin: dict[str, Any] | None = None  # the config.json it was loaded from
+        # What it was loaded from: config.json and generation_config.json as they were.
+        self.origin: dict[str, Any] | None = None
+        self.generation: dict[str, Any] = {}
         self.head = make_head(config)
 
     def tie(self, tokens: nn.Parameter) -> None:
