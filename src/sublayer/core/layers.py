@@ -1,7 +1,7 @@
-"""torch's own layers, without initial values: those are a family's choice, and `models/build.py` draws them.
+"""torch's own layers, which on the meta device draw no initial values.
 
-Drawing them here would cost time for every layer of a model that is about to be loaded, and on the meta device torch
-imports its whole compiler to draw nothing.
+A model is built there, and its values come from a checkpoint or from `models/build.py`. Drawing them would cost time in
+every layer, and torch imports its whole compiler to draw nothing.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from torch import nn
 
 class Linear(nn.Linear):
     def reset_parameters(self) -> None:
-        pass
+        if not self.weight.is_meta:
+            super().reset_parameters()
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        pass
+        if not self.weight.is_meta:
+            super().reset_parameters()
