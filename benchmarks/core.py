@@ -131,7 +131,7 @@ def encoder_decoder() -> None:
 
 if __name__ == "__main__":
     print(machine())
-    imports()
-    meta()
-    decoders()
-    encoder_decoder()
+    chosen = sys.argv[1:]  # names of some of them, or all
+    for part in (imports, meta, encoder_decoder, decoders):
+        if not chosen or part.__name__ in chosen:
+            part()
