@@ -7,8 +7,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
+import sentencepiece
 import torch
+import transformers
 from tests.support import model_of, small
 
 from sublayer.config import ModelConfig, RotaryScaling
@@ -18,9 +21,6 @@ from sublayer.hub.gguf_write import write_gguf
 from sublayer.hub.load import load_model
 from sublayer.hub.tensors import CheckpointError
 from sublayer.models import build, materialize
-
-gguf = pytest.importorskip("gguf")
-transformers = pytest.importorskip("transformers")
 
 SIZES: dict[str, Any] = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -99,7 +99,6 @@ def test_written_file_is_the_same_model(tmp_path: Path, family: str, architectur
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_transformers_reads_what_we_write(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
     """Somebody else's reader: the order of rotary dimensions in the file is the one that others expect."""
-    pytest.importorskip("accelerate", reason="transformers reads GGUF with accelerate only")
     # transformers ignores the key for the size of a head where the architecture is Qwen's.
     head_dim = {"Llama": 32, "Qwen2": 16, "Qwen3": 128}[family]
     theirs = theirs_of(family, tie_word_embeddings=tied, head_dim=head_dim)
@@ -401,7 +400,6 @@ def test_byte_level_tokenizer_comes_back(tmp_path: Path, pre: str, bos: bool) ->
 
 def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
     """Built from pieces and scores as converters write them; the ids are those of SentencePiece itself."""
-    sentencepiece = pytest.importorskip("sentencepiece")
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(

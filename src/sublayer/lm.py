@@ -14,11 +14,11 @@ from torch import Tensor
 from .config import ModelConfig
 from .data import Tokenizer
 from .generation import generate
-from .generation.generate import stream
+from .generation.generate import Options, stream
 from .hub import load_model, save_model
 from .hub.download import resolve
 from .hub.tensors import read_json
-from .models import Model
+from .models import Encoder, Model
 
 # What a folder says beside the model and its tokenizer: where answers end, and how sentences are pooled.
 KEPT = (
@@ -84,7 +84,7 @@ class LM:
         options["eos_id"] = _ends(options.get("eos_id")) or self.eos_id
         said: list[int] = []
         shown = ""
-        for token in stream(self.model, ids, mask=mask, max_new_tokens=max_new_tokens, **options):
+        for token in stream(self.model, ids, Options(max_new_tokens=max_new_tokens, **options), mask=mask):
             said.append(int(token[0]))
             whole = self.tokenizer.decode(said)
             # The bytes of a character may come in several tokens, and a token of one byte may be the first of them.
@@ -101,7 +101,8 @@ class LM:
         self._need("encoder")
         pooling = self._pooling()
         ids, mask = self._batch([texts] if isinstance(texts, str) else texts)
-        features = self.model.features(ids, mask=mask)  # type: ignore[operator]
+        assert isinstance(self.model, Encoder)
+        features = self.model.features(ids, mask=mask)
         real = mask[..., None].to(features.dtype)
         pooled = features[:, 0] if pooling == "cls" else (features * real).sum(1) / real.sum(1)
         return torch.nn.functional.normalize(pooled.float(), dim=-1)

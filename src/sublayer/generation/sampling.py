@@ -10,8 +10,6 @@ from torch import Generator, Tensor
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make tokens already in the text less likely; `seen` (B, V) says which. Negative logits are multiplied."""
-    if not penalty > 0:
-        raise ValueError(f"repetition_penalty is {penalty}; it must be above 0 (1 changes nothing)")
     if penalty == 1.0:
         return logits
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
