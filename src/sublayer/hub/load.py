@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, unknown
-from ..models import Model, build, materialize, parse_dtype
+from ..models import Model, build, collector_paused, materialize, parse_dtype
 from .download import resolve
 from .families import FAMILIES
 from .family import Family
@@ -48,7 +48,8 @@ def load_model(
     else:
         family = find_family(theirs, path)
         model, plan, tensors = fit(family, family.read_config(theirs, _architecture(theirs, family)), stored, path)
-    _fill(model, plan, tensors, device, dtype)
+    with collector_paused():
+        _fill(model, plan, tensors, device, dtype)
     model.origin = theirs
     _read_generation(model, path / "generation_config.json")
     return model.eval()
