@@ -34,9 +34,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e .
+	$(PIP) -e '.[corpora,files]'
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[corpora,files,dev]'
 	touch $@

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from . import __version__
@@ -58,12 +58,44 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sublayer {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
-    verb = verbs.add_parser("demo", help="show the presets, then build each family small and run it")
+    verb = verbs.add_parser("demo", help="train a small translator from scratch, in a few minutes, and try it")
+    verb.add_argument("settings", nargs="*", metavar="key=value", help="changes to the recipe, such as train.steps=200")
+    verb.add_argument("--out", metavar="DIR", help="the folder of the run (runs/demo)")
     verb.set_defaults(run=_demo)
+
+    verb = verbs.add_parser("train", help="train a model from scratch, as a recipe says")
+    verb.add_argument("recipe", help="a TOML file, or the name of a recipe that comes with the package, such as gpt")
+    verb.add_argument(
+        "settings", nargs="*", metavar="key=value", help="changes, such as train.steps=200 data.train=FILE"
+    )
+    verb.add_argument("--out", metavar="DIR", help="the folder of the run; the model is then DIR/model (runs/RECIPE)")
+    verb.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR, exactly")
+    verb.add_argument(
+        "--dry-run", action="store_true", help="print sizes, and memory and time as a few steps show them"
+    )
+    verb.add_argument("--quiet", action="store_true", help="no progress; errors only")
+    verb.set_defaults(run=_train)
 
     verb = verbs.add_parser("presets", help="list the named models with their sizes")
     verb.add_argument("--json", action="store_true", help="print JSON instead of a table")
     verb.set_defaults(run=_presets)
+
+    verb = verbs.add_parser("generate", help="continue a text, or answer a source, as it comes")
+    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run, or a .gguf file")
+    verb.add_argument("prompt", nargs="?", help="the text; otherwise each line of standard input is one")
+    verb.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
+    verb.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
+    verb.add_argument("--top-k", type=int)
+    verb.add_argument("--top-p", type=float)
+    verb.add_argument("--seed", type=int)
+    verb.set_defaults(run=_generate)
+
+    verb = verbs.add_parser("translate", help="translate texts with an encoder-decoder")
+    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run")
+    verb.add_argument("text", nargs="*", help="the texts; otherwise each line of standard input is one")
+    verb.add_argument("--to", metavar="LANGUAGE", help="the language token the source begins with, such as de")
+    verb.add_argument("--max-new-tokens", type=int, default=256, help="(%(default)s)")
+    verb.set_defaults(run=_translate)
 
     verb = verbs.add_parser("convert", help="write a checkpoint in another form: Hugging Face folder or GGUF file")
     verb.add_argument("source", help="a folder in Hugging Face's format, a .gguf file, or a name on the hub")
@@ -82,10 +114,51 @@ def _convert(options: argparse.Namespace) -> None:
     convert(options.source, options.target, options.to, options.dtype, options.max_shard_size, as_json=options.json)
 
 
-def _demo(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> int:
+    from .train import main as train
+
+    return train(
+        options.recipe, options.settings, options.out, resume=options.resume, dry_run=options.dry_run,
+        quiet=options.quiet,
+    )  # fmt: skip
+
+
+def _demo(options: argparse.Namespace) -> int:
     from .demo import run
 
-    run()
+    return run(options.out, options.settings)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from .lm import load
+
+    lm = load(options.model)
+    wanted = dict(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    wanted |= dict(top_k=options.top_k, top_p=options.top_p, seed=options.seed)
+    for text in [options.prompt] if options.prompt is not None else _lines():
+        for piece in lm.stream(text, **wanted):
+            print(piece, end="", flush=True)
+        print()
+
+
+def _translate(options: argparse.Namespace) -> None:
+    from .lm import load
+
+    lm = load(options.model)
+    if lm.config.shape != "encoder-decoder":
+        raise ValueError(f"translate needs an encoder-decoder; {options.model} is a {lm.config.shape}")
+    token = f"<{options.to}>" if options.to else ""
+    if token and lm.tokenizer.id_of(token) is None:
+        raise ValueError(f"the model has no token {token}; --to names a language it was trained to write")
+    for text in options.text or _lines():
+        print(lm.generate(f"{token} {text}".lstrip(), max_new_tokens=options.max_new_tokens), flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input, one text each."""
+    for line in sys.stdin:
+        if line.strip():
+            yield line.rstrip("\n")
 
 
 def _presets(options: argparse.Namespace) -> None:
@@ -98,6 +171,6 @@ def _presets(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    from .demo import preset_table
+    from .presets_table import preset_table
 
     preset_table(rows)

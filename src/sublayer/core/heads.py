@@ -35,6 +35,10 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.logits = Logits(config)
 
+    def hidden(self, features: Tensor, valid: Tensor | None = None) -> Tensor:
+        """What the output matrix reads: for a loss that never holds all the logits."""
+        return features
+
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
         return self.logits(features)
 
@@ -49,9 +53,11 @@ class MaskedLanguageModel(nn.Module):
         self.norm = make_norm(config)
         self.logits = Logits(config)
 
+    def hidden(self, features: Tensor, valid: Tensor | None = None) -> Tensor:
+        return self.norm(self.activation(self.dense(features)), valid)
+
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
-        valid = None if packing is not None else mask
-        return self.logits(self.norm(self.activation(self.dense(features)), valid))
+        return self.logits(self.hidden(features, None if packing is not None else mask))
 
 
 class Pooler(nn.Module):

@@ -43,6 +43,9 @@ def save_model(
     called with the bytes written and the bytes in all.
     """
     theirs, plan = describe(model)
+    if model.labels:
+        theirs["id2label"] = {str(n): name for n, name in enumerate(model.labels)}
+        theirs["label2id"] = {name: n for n, name in enumerate(model.labels)}
     wanted = parse_dtype(dtype)
     theirs |= {"dtype": str(wanted or model.dtype).removeprefix("torch.")}
     theirs.pop("torch_dtype", None)

@@ -21,6 +21,7 @@ class Model(nn.Module):
         # What it was loaded from: config.json and generation_config.json as they were.
         self.origin: dict[str, Any] | None = None
         self.generation: dict[str, Any] = {}
+        self.labels: tuple[str, ...] = ()  # what the classes of a classifier are called
         self.head = make_head(config)
 
     def tie(self, tokens: nn.Parameter) -> None:

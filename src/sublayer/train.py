@@ -1,0 +1,339 @@
+"""`sublayer train`: a recipe, from its data to a folder with the trained model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .config import ModelConfig
+from .data import Tokenizer
+from .data.batches import Loader
+from .data.items import make_items
+from .data.settings import DataSettings
+from .data.sources import Source, make_context, open_source, open_store, open_tokenizer
+from .data.store import Store
+from .data.tasks import TASKS, Context, Labels
+from .data.vocabulary import Vocabulary
+from .evaluate import Evaluator
+from .hub import load_model, save_model
+from .models import Model, build
+from .presets import preset
+from .training.checkpoint import average_models, checkpoints
+from .training.distributed import World, join, whole
+from .training.memory import keep_memory
+from .training.progress import duration
+from .training.recipe import Recipe, find_recipe, load_recipe
+from .training.report import Report, write_report
+from .training.trainer import Trainer
+
+# Settings that may differ when a run is resumed: they change when things are written, or how long it goes on.
+FREE = {
+    "steps", "save_every", "eval_every", "log_every", "keep", "average", "eval_samples", "patience", "device",
+    "keep_memory", "tensorboard", "max_skips", "micro_tokens", "compile", "parallel",
+}  # fmt: skip
+
+
+@dataclass
+class Run:
+    """Everything a recipe asks for, opened and built."""
+
+    recipe: Recipe
+    folder: Path
+    world: World
+    context: Context
+    store: Store
+    model: Model
+    loader: Loader
+    evaluator: Evaluator | None
+    tokenizer: Tokenizer | None
+
+    def save(self, model: Model, folder: Path) -> None:
+        save_model(model, folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder)
+
+
+def main(
+    name: str, changes: Sequence[str], out: str | None, *, resume: bool, dry_run: bool, quiet: bool = False
+) -> int:
+    recipe = load_recipe(find_recipe(name), changes)
+    folder = Path(out or f"runs/{Path(name).stem}")
+    if dry_run:
+        return describe(recipe, folder)
+    trainer = train(recipe, folder, resume=resume, quiet=quiet)
+    if trainer.stopped_by:
+        _say(f"stopped by {trainer.stopped_by} at step {trainer.state.step}; the same command with --resume goes on")
+        return 128 + (2 if trainer.stopped_by == "SIGINT" else 15)
+    return 0
+
+
+def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = False) -> Trainer:
+    """Train as the recipe says; the model is then in `folder`/model."""
+    begun = time.perf_counter()
+    world = join(recipe.train.device, recipe.train.parallel)
+    _check_folder(recipe, folder, resume)
+    if recipe.train.keep_memory and world.device.type == "cpu":
+        keep_memory()
+    run = prepare(recipe, folder, world)
+    trainer = make_trainer(run, quiet)
+    if resume and trainer.resume() and world.main:
+        _say(f"going on from step {trainer.state.step}", quiet)
+    if world.main:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / "recipe.toml", recipe.to_toml())
+    trainer.run()
+    if not trainer.stopped_by:
+        _finish(run, trainer)
+        if world.main:
+            _say(f"{folder / 'model'} is trained: {duration(time.perf_counter() - begun)} in all", quiet)
+    return trainer
+
+
+def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False) -> Run:
+    """Data, tokenizer and model of a recipe. One process makes what is made once; the others wait and then find it."""
+    if not world.main:
+        world.wait()
+    task = TASKS[recipe.data.objective]
+    source = open_source(recipe.data, "train")
+    if source is None:
+        raise ValueError("the recipe names no training data; give data.train=FILE, or data.corpus")
+
+    def say(text: str) -> None:
+        _say(text, quiet or not world.main)
+
+    tokenizer = open_tokenizer(source, recipe.data, recipe.tokenizer, say) if task.texts else None
+    vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer, recipe.tokenizer)
+    context = make_context(recipe.data, vocabulary, Labels(), _image_shape(recipe))
+    store = open_store(source, context, say)
+    valid = _valid(recipe.data, context, source, say)
+    if world.main:
+        world.wait()
+    config = model_config(recipe, context)
+    model = build(config, device=world.device, seed=recipe.train.seed)
+    model.labels = tuple(context.labels.sorted())
+    loader = Loader(
+        items=make_items(store, context), batch_tokens=recipe.train.batch_tokens,
+        micro_tokens=recipe.train.micro_tokens, seed=recipe.train.seed, group=recipe.data.group_by_length,
+        packed=_packed(recipe, config, world), pad=config.pad_id or 0,
+        bound=recipe.data.max_length + 1 if recipe.train.compile else None, rank=world.rank, world=world.size,
+    )  # fmt: skip
+    evaluator = None
+    if valid is not None:
+        items = make_items(valid, context)
+        evaluator = Evaluator(
+            dataclasses.replace(loader, items=items, limit=recipe.train.eval_tokens), recipe, context, world, tokenizer
+        )
+    return Run(recipe, folder, world, context, store, model, loader, evaluator, tokenizer)
+
+
+def _valid(settings: DataSettings, context: Context, train: Source, say: Any) -> Store | None:
+    source = open_source(settings, "valid")
+    return None if source is None else open_store(source, context, say)
+
+
+def _image_shape(recipe: Recipe) -> tuple[int, int, int] | None:
+    if recipe.data.objective != "classify-image":
+        return None
+    values = (preset(recipe.model["preset"]).to_dict() if "preset" in recipe.model else {}) | recipe.model
+    size = values.get("image_size")
+    if not isinstance(size, int):
+        raise ValueError("classify-image needs a model that reads images; set model.image_size and model.patch_size")
+    return int(values.get("num_channels", 3)), size, size
+
+
+def model_config(recipe: Recipe, context: Context) -> ModelConfig:
+    """The recipe's model, with what follows from the data: vocabulary, special tokens, labels, head."""
+    given = dict(recipe.model)
+    name = given.pop("preset", None)
+    values = (preset(name).to_dict() if name is not None else {}) | given
+    task = TASKS[recipe.data.objective]
+    if values.get("shape") not in task.shapes:
+        raise ValueError(
+            f"objective {recipe.data.objective!r} trains a model of shape {' or '.join(task.shapes)}; "
+            f"this one is {values.get('shape')!r}; choose another model.preset, or data.objective"
+        )
+    values["head"] = task.head
+    if task.head != "classifier":
+        values["pooler"] = "none"
+    if name is not None and values["logits_scale"] == preset(name).d_model ** -0.5 != 1.0:
+        values["logits_scale"] = given.get("logits_scale", values["d_model"] ** -0.5)  # it follows the width, in T5
+    if task.head in ("classifier", "token-classifier"):
+        values["num_labels"] = len(context.labels.names)
+    if context.vocabulary is not None:
+        words = context.vocabulary
+        size = -(-words.size // 8) * 8
+        if given.get("vocab_size", size) < words.size:
+            raise ValueError(f"model.vocab_size is {given['vocab_size']}, and the tokenizer has {words.size} tokens")
+        values["vocab_size"] = given.get("vocab_size", size)
+        for role in ("pad", "bos", "eos"):
+            values[f"{role}_id"] = words.id(role)
+        values["start_id"] = words.id(words.start_role) if values["shape"] == "encoder-decoder" else None
+        if "max_positions" not in given:
+            values["max_positions"] = max(recipe.data.max_length + 2, 64)
+    return ModelConfig.from_dict(values)
+
+
+def _packed(recipe: Recipe, config: ModelConfig, world: World) -> bool:
+    """Packed where a kernel reads packed sequences as they are; a span's ends are places in a padded row."""
+    if recipe.data.layout != "auto":
+        return recipe.data.layout == "packed" and recipe.data.objective not in ("find-span", "classify-image")
+    simple = config.positions not in ("relative", "alibi") and config.attention_dropout == 0.0
+    text = recipe.data.objective not in ("find-span", "classify-image")
+    return world.device.type == "cuda" and recipe.train.dtype == "bfloat16" and simple and text
+
+
+def make_trainer(run: Run, quiet: bool) -> Trainer:
+    trainer: Trainer
+
+    def report(status: str) -> None:
+        if run.world.main:
+            write_report(run.folder, _report(run, trainer, status))
+
+    trainer = Trainer(
+        run.model, run.loader, run.recipe.train, run.folder, save_model=run.save,
+        load_model=lambda path: load_model(path, run.world.device), evaluate=run.evaluator, report=report,
+        world=run.world, quiet=quiet,
+    )  # fmt: skip
+    return trainer
+
+
+def _report(run: Run, trainer: Trainer, status: str) -> Report:
+    config, settings = run.model.config, run.recipe.train
+    facts = [
+        ("model", f"{config.shape}, {run.model.num_parameters():,} parameters"),
+        ("objective", run.recipe.data.objective),
+        ("examples", f"{len(run.loader.items):,}"),
+        ("tokens a step", f"{settings.batch_tokens:,}"),
+        ("optimiser", f"{settings.optimizer}, {settings.schedule}"),
+        ("arithmetic", f"{settings.dtype} on {_device_name(run.world)}"),
+        ("processes", str(run.world.size)),
+        ("time", duration(trainer.state.seconds)),
+    ]
+    if trainer.state.skipped:
+        facts.append(("steps skipped", str(trainer.state.skipped)))
+    evaluator = run.evaluator
+    return Report(
+        title=run.folder.resolve().name, status=status, facts=facts,
+        samples=evaluator.samples if evaluator is not None else [],
+        attention=evaluator.attention if evaluator is not None else [], recipe=run.recipe.to_toml(),
+        notes=trainer.notes,
+    )  # fmt: skip
+
+
+def _device_name(world: World) -> str:
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"{torch.get_num_threads()} CPU threads"
+
+
+def _finish(run: Run, trainer: Trainer) -> None:
+    """Choose the weights, write DIR/model, and the report with pictures."""
+    settings, best = run.recipe.train, run.folder / "best"
+    model = run.model
+    with trainer.averaged():
+        if settings.patience and best.exists() and not run.world.sharded:
+            model.load_state_dict(load_model(best, run.world.device).state_dict())
+        elif settings.average > 1 and not run.world.sharded:
+            kept = checkpoints(run.folder / "checkpoints")[-settings.average :]
+            states = [load_model(path, run.world.device).state_dict() for path in kept]
+            model.load_state_dict(average_models(states))
+        if run.world.sharded:
+            state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+            model = build(model.config, device=run.world.device)
+            model.load_state_dict(state)
+            model.labels = run.model.labels
+        if run.world.main:
+            run.save(model, run.folder / "model")
+            if run.evaluator is not None:
+                run.evaluator.picture(model.eval())
+            write_report(run.folder, _report(run, trainer, trainer.status))
+    run.world.wait()
+
+
+def _check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
+    """Never train over another run; resume only what is the same run."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; give --out a folder")
+    stored = folder / "recipe.toml"
+    if not resume:
+        if stored.exists() and checkpoints(folder / "checkpoints"):
+            raise ValueError(f"{folder} already holds a run; add --resume to go on with it, or give another --out")
+        return
+    if not stored.exists():
+        return
+    before = load_recipe(stored)
+    for section in ("model", "data", "tokenizer", "train"):
+        old, new = getattr(before, section), getattr(recipe, section)
+        old = old if isinstance(old, dict) else dataclasses.asdict(old)
+        new = new if isinstance(new, dict) else dataclasses.asdict(new)
+        for key in sorted({*old, *new} - (FREE if section == "train" else {"cache"})):
+            if old.get(key) != new.get(key):
+                raise ValueError(
+                    f"{folder} was begun with {section}.{key}={old.get(key)}, and this recipe has {new.get(key)}; "
+                    "resume with the same settings, or give another --out"
+                )
+
+
+def describe(recipe: Recipe, folder: Path) -> int:
+    """`--dry-run`: sizes, and memory and time as a few real steps show them. Nothing is written to the run's folder."""
+    world = join(recipe.train.device, recipe.train.parallel)
+    if recipe.train.keep_memory and world.device.type == "cpu":
+        keep_memory()
+    run = prepare(recipe, folder, world)
+    config, settings = run.model.config, recipe.train
+    count = run.model.num_parameters()
+    per = len(run.loader.plan(0))
+    states = {"adamw": 8, "adafactor": 0, "muon": 4}[settings.optimizer] + (4 if settings.ema else 0)
+    fixed = count * (4 + 4 + states)
+    print(f"model      {config.shape}, d_model {config.d_model}, {count:,} parameters")
+    if run.context.vocabulary is not None:
+        print(f"tokenizer  {run.context.vocabulary.size:,} tokens")
+    print(f"data       {len(run.loader.items):,} examples, {run.store.info['tokens']:,} tokens")
+    print(f"steps      {settings.steps:,} of {settings.batch_tokens:,} tokens: {settings.steps / per:.2f} epochs")
+    print(f"weights    {_bytes(fixed)} with gradients and {settings.optimizer}'s state", flush=True)
+    seconds, memory = _measure(run)
+    total = seconds * settings.steps
+    print(f"memory     {_bytes(memory)} at the peak, measured over three steps on {_device_name(world)}")
+    print(f"time       {duration(total)} for {settings.steps:,} steps, {seconds:.3f} s each, without evaluations")
+    return 0
+
+
+def _measure(run: Run) -> tuple[float, float]:
+    import tempfile
+
+    from .training.meter import peak_memory
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(dataclasses.replace(run, folder=Path(folder)), quiet=True)
+        trainer.start()
+        times = []
+        for _, step in zip(range(4), run.loader.steps(), strict=False):
+            begun = time.perf_counter()
+            trainer.learn(step)
+            if run.world.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begun)
+    return sorted(times[1:])[1], peak_memory(run.world.device)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _say(text: str, quiet: bool = False) -> None:
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)

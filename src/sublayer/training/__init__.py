@@ -1,0 +1,1 @@
+"""Training: recipes, the loop, its measurements and its report."""

@@ -1,0 +1,141 @@
+"""Cross-entropy over a large vocabulary, without ever holding more than a chunk of the logits.
+
+The gradient of cross-entropy is known as soon as the logits are: softmax minus the target. So each chunk of rows is
+taken through the output matrix, to its loss, and back to the gradients of features and matrix, before the next one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Logits held at once: few, yet rows enough for a good matrix product.
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
+
+
+def linear_cross_entropy(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    smoothing: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """The sum over rows of the cross-entropy of softmax(features·weightᵀ + bias) with the labels.
+
+    `features` (N, D), `weight` (V, D), `labels` (N,). Smoothing spreads its mass over all V, as torch does.
+    """
+    if features.size(0) == 0:
+        return features.sum() * 0.0
+    dtype = features.dtype
+    kind = features.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 1 << 24) // weight.size(0))
+    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        features, weight, bias, labels, smoothing, chunk, dtype
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        smoothing: float,
+        chunk: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        with torch.autocast(features.device.type, enabled=False):
+            return _forward(ctx, features, weight, bias, labels, smoothing, chunk, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
+        return (*grads, *[None] * (7 - len(grads)))
+
+
+def _forward(
+    ctx: Any,
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    smoothing: float,
+    chunk: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    wanted = ctx.needs_input_grad
+    rows, classes = features.size(0), weight.size(0)
+    x, matrix = features.to(dtype), weight.to(dtype)
+    loss = torch.zeros((), dtype=torch.float32, device=features.device)
+    grad_x = torch.empty_like(x) if wanted[0] else None
+    grad_weight = torch.zeros_like(weight) if wanted[1] else None
+    grad_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
+    # What smoothing takes from every class is the same for every row, and so need not pass through the logits.
+    share = smoothing / classes
+    column_sum = matrix.sum(0) * share if smoothing else None
+    buffer = x.new_empty(min(chunk, rows), classes)
+    for start in range(0, rows, chunk):
+        part, target = x[start : start + chunk], labels[start : start + chunk]
+        logits = torch.mm(part, matrix.t(), out=buffer[: len(part)])
+        if bias is not None:
+            logits += bias.to(dtype)
+        losses, errors = _rows(logits, target, smoothing)
+        loss += losses
+        if grad_x is not None:
+            torch.mm(errors, matrix, out=grad_x[start : start + chunk])
+            if column_sum is not None:
+                grad_x[start : start + chunk] -= column_sum
+        if grad_weight is not None:
+            _accumulate(grad_weight, errors, part)
+        if grad_bias is not None:
+            grad_bias += errors.sum(0, dtype=grad_bias.dtype) - share * len(part)
+    if grad_weight is not None and smoothing:
+        grad_weight -= share * x.sum(0, dtype=torch.float32)
+    ctx.save_for_backward(None if grad_x is None else grad_x.to(features.dtype), grad_weight, grad_bias)
+    return loss
+
+
+def _rows(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """The summed loss of rows of logits, and softmax minus (1 - smoothing) at the target, in the logits' own type."""
+    largest, place = logits.max(-1, keepdim=True)
+    chosen = logits.gather(-1, target[:, None]).float()
+    mean = logits.mean(-1, dtype=torch.float32) if smoothing else None
+    probabilities = (
+        logits.float().softmax(-1) if logits.dtype != torch.float32 else torch.softmax(logits, -1, out=logits)
+    )
+    # log Σ exp, from the largest: its probability is at least 1/V and never rounds to nothing.
+    normaliser = largest.float() - probabilities.gather(-1, place).log()
+    losses = normaliser - chosen * (1 - smoothing)
+    if mean is not None:
+        losses = losses - smoothing * mean[:, None]
+    errors = probabilities.to(logits.dtype)
+    errors.scatter_add_(-1, target[:, None], errors.new_full((1, 1), smoothing - 1.0).expand(len(target), 1))
+    return losses.sum(), errors
+
+
+def _accumulate(total: Tensor, errors: Tensor, part: Tensor) -> None:
+    if errors.dtype == total.dtype:
+        total.addmm_(errors.t(), part)
+    else:
+        total += errors.t() @ part
+
+
+@torch.no_grad()
+def correct(features: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int | None = None) -> Tensor:
+    """How many rows have their label as the likeliest, by chunks like the loss."""
+    chunk = chunk or max(64, CHUNK_ELEMENTS.get(features.device.type, 1 << 24) // weight.size(0))
+    hits = torch.zeros((), dtype=torch.long, device=features.device)
+    for start in range(0, features.size(0), chunk):
+        best = F.linear(features[start : start + chunk], weight, bias).argmax(-1)
+        hits += best.eq(labels[start : start + chunk]).sum()
+    return hits

@@ -1,0 +1,436 @@
+"""The training loop, one for all objectives.
+
+Whatever is random in a step follows from the seed, the step and the number of the batch in it. So a run that goes on
+from a checkpoint needs no state of random generators, and gives the same weights, bit for bit on a CPU, as one that
+never stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.batches import Batch, Loader, Step, ahead
+from ..models import Model
+from .checkpoint import checkpoints, clean, load_checkpoint, load_shards, save_checkpoint
+from .distributed import World, blocks
+from .meter import flops, matrix_rate
+from .optimizer import load_state_tensors, make_optimizer, set_learning_rate, state_tensors
+from .progress import Progress
+from .recipe import TrainSettings
+from .schedule import learning_rate
+from .step import BatchLoss
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class State:
+    """What a run has come to, beside its tensors."""
+
+    step: int = 0
+    epoch: int = 0
+    index: int = 0  # of the next batch in the epoch
+    tokens: int = 0  # targets learned from
+    seconds: float = 0.0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    best: float | None = None
+    worse: int = 0  # evaluations since the best
+    done: bool = False  # stopped early
+    metrics_bytes: int = 0  # of metrics.jsonl that belong to the steps so far
+
+
+class Trainer:
+    _bad_in_a_row: Tensor
+
+    def __init__(
+        self,
+        model: Model,
+        loader: Loader,
+        settings: TrainSettings,
+        folder: Path,
+        *,
+        save_model: Callable[[Model, Path], None],
+        load_model: Callable[[Path], Model],
+        evaluate: Callable[[Model, int], Metrics] | None = None,
+        report: Callable[[str], None] | None = None,
+        world: World | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.model, self.loader, self.settings, self.folder = model, loader, settings, folder
+        self.save_model, self.load_model, self.evaluate = save_model, load_model, evaluate
+        self.report = report or (lambda status: None)
+        self.world = world or World(device=model.device)
+        self.device = self.world.device
+        self.state = State()
+        self.stopped_by: str | None = None
+        self.notes: list[str] = []
+        model.train()
+        if settings.recompute:
+            recompute(model)
+        loss = BatchLoss(model, settings.label_smoothing, settings.loss_chunk)
+        self.loss = self.world.wrap(loss)
+        if settings.compile:
+            self.loss.compile(dynamic=True)
+        self.optimizer = make_optimizer(
+            model, settings.optimizer, lr=1.0, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
+            weight_decay=settings.weight_decay, momentum=settings.momentum,
+        )  # fmt: skip
+        self.parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.average = [parameter.detach().clone() for parameter in self.parameters] if settings.ema else []
+        self.usual_norm = torch.zeros((), device=self.device)  # running mean of the gradient's norm
+        self.progress = Progress(settings.steps, quiet=quiet or not self.world.main, every=settings.log_every)
+        self.rate: float | None = None
+        self._reset()
+
+    # The loop
+
+    def run(self) -> State:
+        """Train to the last step, or until a signal; the folder then holds a checkpoint of where it ended."""
+        self.rate = matrix_rate(self.device, getattr(torch, self.settings.dtype)) * self.world.size
+        state, settings = self.state, self.settings
+        saved_at = state.step if state.step else -1
+        with self.progress, self._signals():
+            self.start()
+            for step in ahead(self.loader.steps(state.epoch, state.index)):
+                if state.step >= settings.steps or state.done or self.stopped_by:
+                    break
+                self.learn(step)
+                state.step, state.epoch, state.index = state.step + 1, step.epoch, step.index + 1
+                if _due(state.step, settings.log_every) or state.step == settings.steps:
+                    self._log()
+                if self.evaluate is not None and (
+                    _due(state.step, settings.eval_every) or state.step == settings.steps
+                ):
+                    self._evaluate()
+                if _due(state.step, settings.save_every) and state.step < settings.steps:
+                    saved_at = self._try_to_save(saved_at)
+            if saved_at != state.step:
+                self.save()
+        self.report(self.status)
+        return state
+
+    @property
+    def status(self) -> str:
+        if self.stopped_by:
+            return f"stopped: {self.stopped_by} at step {self.state.step}"
+        return "finished" if self.state.step >= self.settings.steps or self.state.done else "running"
+
+    def learn(self, step: Step) -> None:
+        """One update from the batches of one step, over all processes."""
+        settings, world = self.settings, self.world
+        targets, stop = world.sum(sum(batch.targets for batch in step.batches), self.stopped_by is not None)
+        if stop:  # every process leaves at the same step
+            self.stopped_by = self.stopped_by or "another process was asked to stop"
+        set_learning_rate(self.optimizer, self._learning_rate(self.state.step + 1))
+        for number, batch in enumerate(step.batches):
+            torch.manual_seed(_seed(settings.seed, self.state.step, number * world.size + world.rank))
+            batch = batch.to(self.device)
+            with world.quiet(self.loss, last=number == len(step.batches) - 1):
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+                    loss, _ = self.loss(batch)
+                # Gradients are averaged over processes, and a step's loss is divided by all its targets at once.
+                (loss * (batch.weight * world.size / max(targets, 1.0))).backward()
+            self._sums[0] += loss.detach() * batch.weight
+            self._count(batch)
+        self._sums[1] += sum(batch.targets for batch in step.batches)
+        self.state.tokens += int(targets)
+        self._update()
+
+    def _update(self) -> None:
+        """Clip, then step; a gradient that is not finite, or a spike, changes nothing but the count of such steps."""
+        settings = self.settings
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=None)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        bad = ~torch.isfinite(norm)
+        if settings.spike:
+            bad |= (self.usual_norm > 0) & (norm > settings.spike * self.usual_norm)
+        self.usual_norm = torch.where(
+            bad, self.usual_norm, torch.where(self.usual_norm > 0, self.usual_norm.lerp(norm, 0.02), norm)
+        )
+        shrink = (norm / settings.clip).clamp(min=1.0) if settings.clip else torch.ones_like(norm)
+        if self.optimizer.defaults.get("fused") and not self.world.sharded:
+            # The fused kernel divides by the scale and leaves everything as it was where it is told of a bad gradient;
+            # the host need not wait to know.
+            self.optimizer.grad_scale, self.optimizer.found_inf = shrink, bad.to(norm.dtype)  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not bool(bad):
+            torch._foreach_div_(gradients, shrink)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.average:
+            torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1.0 - self.settings.ema)
+        self._sums[2] = norm
+        self._bad += bad
+        self._bad_in_a_row = (self._bad_in_a_row + 1) * bad
+        if settings.nonfinite == "stop" or self.device.type == "cpu":
+            self._answer_for_bad()
+
+    def _learning_rate(self, step: int) -> float:
+        settings = self.settings
+        return learning_rate(
+            step, schedule=settings.schedule, peak=settings.lr or None, steps=settings.steps, warmup=settings.warmup,
+            final=settings.final_lr, decay=settings.decay, d_model=self.model.config.d_model,
+        )  # fmt: skip
+
+    def _answer_for_bad(self) -> None:
+        """Say what was skipped, and stop if it must not be or does not end."""
+        bad, row = int(self._bad), int(self._bad_in_a_row)
+        if not bad:
+            self.state.skipped_in_a_row = row
+            return
+        self.state.skipped += bad
+        self.state.skipped_in_a_row = row
+        self._bad.zero_()
+        what = f"step {self.state.step + 1}: the gradient is not finite or a spike"
+        if self.settings.nonfinite == "stop":
+            raise ValueError(f"{what}; stopped, as train.nonfinite says. The last checkpoint is whole: lower train.lr")
+        if row >= self.settings.max_skips:
+            raise ValueError(f"{what}, {row} steps in a row; stopped. The last checkpoint is whole: lower train.lr")
+        self._say(f"{what}; {bad} step{'s' if bad > 1 else ''} skipped, {self.state.skipped} in all")
+
+    # What is written
+
+    def _reset(self) -> None:
+        """Counters of the time since the last log."""
+        self._sums = torch.zeros(3, device=self.device)  # loss, targets of this process, last norm
+        self._bad = torch.zeros((), dtype=torch.long, device=self.device)
+        self._bad_in_a_row = torch.full_like(self._bad, self.state.skipped_in_a_row)
+        self._tokens: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
+        self._since = (time.perf_counter(), self.state.step)
+
+    def start(self) -> None:
+        self._reset()
+        path = self.folder / "metrics.jsonl"
+        if self.world.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            with path.open("r+b") as file:  # lines of steps that are done again go
+                file.truncate(min(self.state.metrics_bytes, path.stat().st_size))
+
+    def _count(self, batch: Batch) -> None:
+        if not batch.weight:
+            return
+        for name, tokens in batch.tokens.items():
+            rows = batch.lengths[name].numel() if name in batch.lengths else batch.inputs[name].size(0)
+            self._tokens[name] = self._tokens.get(name, 0) + tokens
+            self._sequences[name] = self._sequences.get(name, 0) + rows
+
+    def _log(self) -> None:
+        loss, targets = self.world.sum(*self._sums[:2].tolist())
+        if self.device.type != "cpu":
+            self._answer_for_bad()
+        now, steps = time.perf_counter(), self.state.step - self._since[1]
+        elapsed = now - self._since[0]
+        self.state.seconds += elapsed
+        left = elapsed / max(steps, 1) * (self.settings.steps - self.state.step)
+        metrics = {
+            "step": self.state.step, "time": round(self.state.seconds, 3), "loss": loss / max(targets, 1.0),
+            "learning_rate": self._learning_rate(self.state.step), "gradient_norm": float(self._sums[2]),
+            "tokens": self.state.tokens, "tokens_per_second": targets / elapsed,
+            "utilisation": self._flops() / elapsed / (self.rate or math.inf),
+        }  # fmt: skip
+        self.write(metrics)
+        self.progress.update(
+            self.state.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"],
+            utilisation=metrics["utilisation"], learning_rate=metrics["learning_rate"], seconds_left=left,
+        )  # fmt: skip
+        self._reset()
+
+    def _flops(self) -> float:
+        """Of the steps since the last log, over all processes."""
+        tokens = dict(self._tokens)
+        lengths = {name: tokens[name] / max(self._sequences[name], 1) for name in tokens}
+        config = self.model.config
+        if config.image_input:
+            lengths = {"source": config.num_patches + 1.0}
+            tokens = {"source": tokens.get("pixels", 0) * (config.num_patches + 1)}
+        elif "ids" in tokens:
+            side = "target" if config.shape == "decoder" else "source"
+            tokens, lengths = {side: tokens["ids"]}, {side: lengths["ids"]}
+        return flops(self.model, config, tokens, lengths) * self.world.size if tokens else 0.0
+
+    def write(self, metrics: Metrics) -> None:
+        """A line in metrics.jsonl, whole as soon as it is there."""
+        if not self.world.main:
+            return
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(metrics) + "\n")
+            self.state.metrics_bytes = file.tell()
+
+    def _say(self, text: str) -> None:
+        self.notes.append(text)
+        self.progress.message(text)
+
+    def _evaluate(self) -> None:
+        assert self.evaluate is not None
+        begun = time.perf_counter()
+        self.model.eval()
+        with self.averaged():
+            metrics = self.evaluate(self.model, self.state.step)
+            self.write({"step": self.state.step, **metrics})
+            self.progress.message(
+                f"step {self.state.step}: "
+                + ", ".join(f"{name.replace('_', ' ')} {n:.4g}" for name, n in metrics.items())
+            )
+            self._judge(metrics)
+        self.model.train()
+        self.report(self.status)
+        self._since = (self._since[0] + time.perf_counter() - begun, self._since[1])
+
+    def _judge(self, metrics: Metrics) -> None:
+        """Is it the best so far? If not for `patience` evaluations, the run is done."""
+        settings, state = self.settings, self.state
+        if settings.metric not in metrics:
+            known = ", ".join(metrics)
+            raise ValueError(f"train.metric is {settings.metric!r}, which is not among what was measured: {known}")
+        value = metrics[settings.metric]
+        sign = 1.0 if settings.metric in ("valid_loss", "valid_perplexity") else -1.0
+        if state.best is None or sign * value < sign * state.best:
+            state.best, state.worse = value, 0
+            if settings.patience and not self.world.sharded:
+                if self.world.main:
+                    self.save_model(self.model, self.folder / "best")
+                self.world.wait()
+        else:
+            state.worse += 1
+        if settings.patience and state.worse >= settings.patience and state.step < settings.steps:
+            state.done = True
+            self._say(f"step {state.step}: {settings.metric} was better {state.worse} evaluations ago; stopped early")
+
+    # Saving and going on
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The averaged weights in the model's place, where the run keeps an average."""
+        if not self.average:
+            yield
+            return
+        own = [parameter.detach().clone() for parameter in self.parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.parameters, own)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {f"optimizer/{name}": value for name, value in state_tensors(self.optimizer, self.model).items()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for parameter, average in zip(self.parameters, self.average, strict=False):
+            tensors[f"average/{names[id(parameter)]}"] = average
+        if self.world.sharded:
+            tensors |= {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        return tensors | {"usual_norm": self.usual_norm}
+
+    def save(self) -> None:
+        begun = time.perf_counter()
+        self.state.seconds = round(self.state.seconds, 3)
+        save_checkpoint(
+            self.folder / "checkpoints", self.state.step, dataclasses.asdict(self.state), self._tensors(),
+            None if self.world.sharded else lambda path: self.save_model(self.model, path), keep=self.settings.keep,
+            world=self.world,
+        )  # fmt: skip
+        self._since = (self._since[0] + time.perf_counter() - begun, self._since[1])
+
+    def _try_to_save(self, saved_at: int) -> int:
+        """A full disk must not end a run that can still free room and save at its end."""
+        try:
+            self.save()
+            return self.state.step
+        except OSError as error:
+            if self.world.size > 1:
+                raise
+            self._say(f"step {self.state.step}: {error}")
+            return saved_at
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint; False where there is none."""
+        folder = self.folder / "checkpoints"
+        if self.world.main:
+            clean(folder)
+        self.world.wait()
+        found = checkpoints(folder)
+        if not found:
+            return False
+        state, tensors = load_checkpoint(found[-1])
+        self.state = State(**state)
+        if self.world.sharded:
+            tensors = self._tensors()
+            load_shards(found[-1], tensors)
+        else:
+            self.model.load_state_dict(self.load_model(found[-1]).state_dict())
+        part = _under("optimizer/", tensors)
+        load_state_tensors(self.optimizer, self.model, part)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        with torch.no_grad():
+            for parameter, average in zip(self.parameters, self.average, strict=False):
+                average.copy_(tensors[f"average/{names[id(parameter)]}"])
+        self.usual_norm = tensors["usual_norm"].to(self.device)
+        return True
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM ask for a checkpoint and an end; the second SIGINT does not wait."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.stopped_by and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.stopped_by = signal.Signals(number).name
+            self.progress.message(f"{self.stopped_by}: saving after this step, then leaving")
+
+        try:
+            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread: signals are someone else's
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def recompute(model: Model) -> None:
+    """Have every block forget its activations in the forward pass and compute them again in the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    for block in blocks(model):
+        plain = block.forward
+
+        def forward(*args: Any, _plain: Callable[..., Any] = plain, **kwargs: Any) -> Any:
+            return checkpoint(_plain, *args, use_reentrant=False, **kwargs)
+
+        block.forward = forward
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _seed(*numbers: int) -> int:
+    """One seed for a generator from several numbers, well mixed."""
+    out = 0x9E3779B97F4A7C15
+    for number in numbers:
+        out = ((out ^ number) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        out ^= out >> 31
+    return out & (2**63 - 1)
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
