@@ -17,7 +17,12 @@ from .presets import preset, presets
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    settings = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(settings) < len(rest) or (rest and not hasattr(options, "settings")):
+        parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in settings) or rest[0]}")
+    if rest:  # key=value pairs may stand anywhere among the options
+        options.settings += settings
     try:
         return options.run(options) or 0
     except BrokenPipeError:  # the reader of our output has gone: `sublayer presets | head`

@@ -84,7 +84,7 @@ class Evaluator:
                 weights = cross_attention(model, source, target)
                 rows, columns = ([_show(self.tokenizer, token) for token in ids] for ids in (target, source))
                 self.attention.append(
-                    AttentionPicture(title=self.samples[number].source, rows=rows, columns=columns, weights=weights)
+                    AttentionPicture(title=self.tokenizer.decode(source), rows=rows, columns=columns, weights=weights)
                 )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from .config import ModelConfig
@@ -39,6 +40,10 @@ FREE = {
     "steps", "save_every", "eval_every", "log_every", "keep", "average", "eval_samples", "patience", "device",
     "keep_memory", "tensorboard", "max_skips", "micro_tokens", "compile", "parallel",
 }  # fmt: skip
+
+
+# Every token has its own label, or none.
+TOKEN_OBJECTIVES = ("sequence-to-sequence", "causal", "masked", "span-corruption", "denoising", "classify-tokens")
 
 
 @dataclass
@@ -82,7 +87,7 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     _check_folder(recipe, folder, resume)
     if recipe.train.keep_memory and world.device.type == "cpu":
         keep_memory()
-    run = prepare(recipe, folder, world)
+    run = prepare(recipe, folder, world, quiet)
     trainer = make_trainer(run, quiet)
     if resume and trainer.resume() and world.main:
         _say(f"going on from step {trainer.state.step}", quiet)
@@ -119,12 +124,15 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False) -> 
     config = model_config(recipe, context)
     model = build(config, device=world.device, seed=recipe.train.seed)
     model.labels = tuple(context.labels.sorted())
+    packed = _packed(recipe, world)
     loader = Loader(
         items=make_items(store, context), batch_tokens=recipe.train.batch_tokens,
         micro_tokens=recipe.train.micro_tokens, seed=recipe.train.seed, group=recipe.data.group_by_length,
-        packed=_packed(recipe, config, world), pad=config.pad_id or 0,
-        bound=recipe.data.max_length + 1 if recipe.train.compile else None, rank=world.rank, world=world.size,
+        packed=packed, pad=config.pad_id or 0,
+        bound=recipe.data.max_length if packed else None, rank=world.rank, world=world.size,
     )  # fmt: skip
+    if loader.packed:
+        loader = dataclasses.replace(loader, rows=_rows(recipe, store)).of_one_shape()
     evaluator = None
     if valid is not None:
         items = make_items(valid, context)
@@ -181,13 +189,24 @@ def model_config(recipe: Recipe, context: Context) -> ModelConfig:
     return ModelConfig.from_dict(values)
 
 
-def _packed(recipe: Recipe, config: ModelConfig, world: World) -> bool:
+def _packed(recipe: Recipe, world: World) -> bool:
     """Packed where a kernel reads packed sequences as they are; a span's ends are places in a padded row."""
     if recipe.data.layout != "auto":
-        return recipe.data.layout == "packed" and recipe.data.objective not in ("find-span", "classify-image")
-    simple = config.positions not in ("relative", "alibi") and config.attention_dropout == 0.0
-    text = recipe.data.objective not in ("find-span", "classify-image")
-    return world.device.type == "cuda" and recipe.train.dtype == "bfloat16" and simple and text
+        return recipe.data.layout == "packed" and recipe.data.objective in TOKEN_OBJECTIVES
+    return world.device.type == "cuda" and recipe.data.objective in TOKEN_OBJECTIVES
+
+
+def _rows(recipe: Recipe, store: Store) -> dict[str, int] | None:
+    """Tokens of a row that short sequences share, each input in proportion to its mean length; None for long ones."""
+    longest = recipe.data.max_length
+    if longest > 512 or recipe.data.objective not in TOKEN_OBJECTIVES:
+        return None
+    if recipe.data.objective != "sequence-to-sequence":
+        sides = {"ids"} if TASKS[recipe.data.objective].shapes != ("encoder-decoder",) else {"source", "target"}
+        return dict.fromkeys(sides, -(-(longest + 16) // 64) * 64)  # masks between words make a source longer
+    means = {name: float(np.minimum(store.lengths(name) + 1, longest).mean()) for name in ("source", "target")}
+    room = max(longest, 128)
+    return {name: -(-int(room * mean / min(means.values())) // 16) * 16 for name, mean in means.items()}
 
 
 def make_trainer(run: Run, quiet: bool) -> Trainer:

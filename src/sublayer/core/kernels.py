@@ -6,6 +6,7 @@ A query that may see nothing gets zeros.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,9 +27,12 @@ class Kernel(Protocol):
 def fused(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
     if mask.packing is None:
         return _padded(query, key, value, mask, scale, dropout)
-    if query.is_cuda and query.dtype in HALF and mask.bias is None and not dropout:
+    varied = mask.packing[0].row is None
+    if varied and query.is_cuda and query.dtype in HALF and mask.bias is None and not dropout:
         return _packed(query, key, value, mask, scale)
     queries, keys = mask.packing
+    if queries.row is not None:
+        return _padded(queries.rows(query), keys.rows(key), keys.rows(value), mask, scale, dropout).flatten(0, 1)
     out = _padded(queries.pad(query), keys.pad(key), keys.pad(value), mask.padded(), scale, dropout)
     return queries.unpad(out, query.size(0))
 
@@ -97,6 +101,10 @@ def with_weights(
     """The same output, and the weights (B, H, T, S); for a packed batch, the weights on the padded grid."""
     if mask.packing is not None:
         queries, keys = mask.packing
+        if queries.row is not None:
+            rows = (queries.rows(query), keys.rows(key), keys.rows(value))
+            out, weights = with_weights(*rows, replace(mask, packing=None), scale=scale, dropout=dropout)
+            return out.flatten(0, 1), weights
         padded = (queries.pad(query), keys.pad(key), keys.pad(value), mask.padded())
         out, weights = with_weights(*padded, scale=scale, dropout=dropout)
         return queries.unpad(out, query.size(0)), weights

@@ -63,6 +63,8 @@ def self_mask(
     layout: Layout, *, causal: bool, window: int | None = None, bias: nn.Module | None = None, slots: int | None = None
 ) -> Mask:
     """For tokens that look at their own sequence; `slots` is the capacity of the cache that holds it, if one does."""
+    if layout.packing is not None and layout.packing.row is not None:
+        return row_mask(layout, layout, causal=causal, window=window, bias=bias)
     if layout.packing is not None:
         places = torch.arange(layout.packing.max_length, device=layout.positions.device)
         scores = None if bias is None else bias(places, places)
@@ -79,9 +81,30 @@ def self_mask(
     return Mask(allowed=visible(queries, keys, valid, causal, window), bias=scores)
 
 
+def row_mask(
+    queries: Layout, keys: Layout, *, causal: bool = False, window: int | None = None, bias: nn.Module | None = None
+) -> Mask:
+    """For rows of several sequences: a token sees those of its own; row r of queries looks at row r of keys."""
+    assert queries.packing is not None and keys.packing is not None
+    sides = []
+    for layout, packing in ((queries, queries.packing), (keys, keys.packing)):
+        assert packing.row is not None
+        sides.append(packing.owners(layout.positions.size(0)).view(-1, packing.row))
+    allowed = sides[0][:, None, :, None] == sides[1][:, None, None, :]  # (rows, 1, T, S)
+    places = torch.arange(sides[0].size(1), device=allowed.device)
+    near = visible(places, places, None, causal, window) if causal or window is not None else None
+    # Within a sequence, places in the row are as far apart as positions.
+    scores = None if bias is None else bias(places, places)
+    return Mask(
+        allowed=allowed if near is None else allowed & near, bias=scores, packing=(queries.packing, keys.packing)
+    )
+
+
 def cross_mask(layout: Layout, memory: Layout) -> Mask:
     """For tokens that look at a source: every real token of it."""
     if layout.packing is not None and memory.packing is not None:
+        if layout.packing.row is not None:
+            return row_mask(layout, memory)
         return Mask(packing=(layout.packing, memory.packing))
     if layout.packing is not None or memory.packing is not None:
         raise ValueError("source and target must both be packed, or neither")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .items import CausalRows, Items, Plan, plan_epoch, split
-from .objectives import IGNORE, Example
+from .items import CausalRows, Flat, Items, Plan, plan_epoch, split
+from .objectives import IGNORE
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Batch:
     masks: dict[str, Tensor | None] = field(default_factory=dict)
     lengths: dict[str, Tensor] = field(default_factory=dict)
     longest: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)  # packed into rows: the tokens of a row, for each input
     places: Tensor | None = None
     targets: int = 0  # labels that count
     tokens: dict[str, int] = field(default_factory=dict)  # real tokens of each input
@@ -52,47 +54,102 @@ class Batch:
 
         return Batch(
             move_all(self.inputs), move(self.labels), move_all(self.masks), move_all(self.lengths), self.longest,
-            move(self.places), self.targets, self.tokens, self.weight,
+            self.rows, move(self.places), self.targets, self.tokens, self.weight,
         )  # fmt: skip
 
 
-def collate(examples: Sequence[Example], *, packed: bool, pad: int = 0, bound: int | None = None) -> Batch:
-    """One batch of examples that have the same fields. `bound` is the longest a sequence may ever be."""
-    first = examples[0]
-    if "pixels" in first:
-        pixels = torch.from_numpy(np.stack([one["pixels"] for one in examples]))
-        labels = torch.from_numpy(np.stack([one["labels"] for one in examples]))
-        patches = {"pixels": len(examples)}
-        return Batch({"pixels": pixels.float() / 127.5 - 1.0}, labels, targets=len(examples), tokens=patches)
-    batch = Batch({}, torch.empty(0))
-    along = "target" if "target" in first else "ids"  # the input that labels for tokens are aligned with
-    for name in first:
-        if name == "labels" and first["labels"].shape != first[along].shape:
-            batch.labels = torch.from_numpy(np.stack([one["labels"] for one in examples]))
-            batch.targets = len(examples)
+def collate(
+    flat: Flat,
+    *,
+    packed: bool = False,
+    pad: int = 0,
+    bound: int | None = None,
+    rows: dict[str, int] | None = None,
+    count: int = 0,
+) -> Batch:
+    """One batch: padded to a grid, or packed; packed into rows of a given size, if `rows` says so, at least `count`.
+
+    `bound` is the longest a sequence may ever be.
+    """
+    if "pixels" in flat:
+        pixels, labels = (torch.from_numpy(flat[name][0]) for name in ("pixels", "labels"))
+        patches = {"pixels": len(labels)}
+        return Batch({"pixels": pixels.float() / 127.5 - 1.0}, labels, targets=len(labels), tokens=patches)
+    batch = Batch({}, torch.empty(0), rows=dict(rows or {}))
+    along = "target" if "target" in flat else "ids"  # the input that labels for tokens are aligned with
+    chosen = _rows({name: flat[name][1] for name in rows}, rows) if rows else np.empty(0, np.int64)
+    fillers = -(-max(rows.values()) // (bound or max(rows.values()))) if rows else 0
+    for name, (values, sizes) in flat.items():
+        if name == "labels" and values.shape != flat[along][0].shape:
+            batch.labels, batch.targets = torch.from_numpy(values), len(values)
             continue
-        rows = [one[name] for one in examples]
-        sizes = np.array([row.size for row in rows])
-        flat = np.concatenate(rows).astype(np.int64, copy=False)
-        if not packed:
-            flat = _grid(flat, sizes, IGNORE if name == "labels" else 0 if name == "token_types" else pad)
+        fill = IGNORE if name == "labels" else 0 if name == "token_types" else pad
+        parts = sizes
+        if rows:
+            room = rows[name if name in rows else along]
+            values, parts = _lay_rows(values, sizes, chosen, room, fill, fillers, count)
+        elif not packed:
+            values = _grid(values, sizes, fill)
         if name == "labels":
-            batch.labels = torch.from_numpy(flat)
-            counted = flat.reshape(-1) != IGNORE
+            batch.labels = torch.from_numpy(values)
+            counted = values.reshape(-1) != IGNORE
             batch.targets = int(counted.sum())
-            batch.places = None if batch.targets == counted.size else torch.from_numpy(np.flatnonzero(counted))
+            if not rows and batch.targets < counted.size:
+                batch.places = torch.from_numpy(np.flatnonzero(counted))
             continue
-        batch.inputs[name] = torch.from_numpy(flat)
+        batch.inputs[name] = torch.from_numpy(values)
         if name == "token_types":
             continue
         batch.tokens[name] = int(sizes.sum())
-        if packed:
-            batch.lengths[name] = torch.from_numpy(sizes)
-            batch.longest[name] = bound or int(sizes.max())
+        if rows or packed:
+            batch.lengths[name] = torch.from_numpy(parts)
+            batch.longest[name] = bound or int(parts.max())
         else:
             even = bool((sizes == sizes.max()).all())
             batch.masks[name] = None if even else torch.from_numpy(np.arange(sizes.max()) < sizes[:, None])
     return batch
+
+
+def _rows(sizes: dict[str, NDArray[Any]], room: dict[str, int]) -> NDArray[np.int64]:
+    """The row of each sequence, in order, a new one begun when some input would not fit."""
+    left = dict.fromkeys(room, 0)
+    row, out = -1, np.empty(len(next(iter(sizes.values()))), np.int64)
+    columns = {name: sizes[name].tolist() for name in room}
+    for number in range(len(out)):
+        if any(columns[name][number] > left[name] for name in room):
+            assert all(columns[name][number] <= room[name] for name in room), "a sequence is longer than a row"
+            row, left = row + 1, dict(room)
+        for name in room:
+            left[name] -= columns[name][number]
+        out[number] = row
+    return out
+
+
+def _lay_rows(
+    values: NDArray[np.int64],
+    sizes: NDArray[Any],
+    chosen: NDArray[np.int64],
+    room: int,
+    fill: int,
+    fillers: int,
+    count: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sequences into rows of `room` tokens, end to end, and the length of each sequence.
+
+    What is left of a row is filled by sequences that are nobody's, as many for each input, so that numbers agree.
+    """
+    count = max(count, int(chosen[-1]) + 1)
+    before = sizes.cumsum() - sizes
+    used = np.bincount(chosen, sizes, count).astype(np.int64)
+    inside = before - (used.cumsum() - used)[chosen]
+    out = np.full(count * room, fill, np.int64)
+    out[np.repeat(chosen * room + inside - before, sizes) + np.arange(len(values))] = values
+    lengths = np.zeros(len(sizes) + count * fillers, np.int64)
+    lengths[np.arange(len(sizes)) + chosen * fillers] = sizes
+    first = np.bincount(chosen, minlength=count).cumsum() + np.arange(count) * fillers
+    for number in range(fillers):
+        lengths[first + number] = (room - used + number) // fillers
+    return out, lengths
 
 
 def _grid(flat: NDArray[np.int64], sizes: NDArray[Any], fill: int) -> NDArray[np.int64]:
@@ -126,6 +183,8 @@ class Loader:
     packed: bool = False
     pad: int = 0
     bound: int | None = None
+    rows: dict[str, int] | None = None  # packed into rows of so many tokens
+    row_count: int = 0  # rows of a batch, at least: batches of one shape
     limit: int | None = None  # tokens that `once` reads
     rank: int = 0
     world: int = 1
@@ -153,11 +212,24 @@ class Loader:
         return mine
 
     def make(self, items: NDArray[np.int64], epoch: int, seed: int | None) -> Batch:
-        rows = [self.items.examples(int(item), seed, epoch) for item in items]
-        examples = [example for row in rows for example in row]
+        flat = self.items.flat(items, seed, epoch)
         # Pieces of documents share a row without seeing each other only where they are packed.
-        packed = self.packed or len(examples) > len(rows)
-        return collate(examples, packed=packed, pad=self.pad, bound=self.bound)
+        apart = isinstance(self.items, CausalRows) and len(flat["ids"][1]) > len(items)
+        even = isinstance(self.items, CausalRows) and not apart
+        return collate(
+            flat, packed=(self.packed or apart) and not even, pad=self.pad, bound=self.bound,
+            rows=None if even else self.rows, count=self.row_count,
+        )  # fmt: skip
+
+    def of_one_shape(self) -> Loader:
+        """Packed into rows, with as many rows in every batch as the fullest of the first needs, and a little more."""
+        if self.rows is None:
+            return self
+        plan, most = self.plan(0), 0
+        for place in range(min(len(plan), 8)):
+            for batch in self.share(plan.batch(place), 0, self.seed):
+                most = max(most, *(batch.inputs[name].numel() // room for name, room in self.rows.items()))
+        return dataclasses.replace(self, row_count=-(-most * 102 // 100 // 4) * 4)
 
     def once(self) -> Iterator[list[Batch]]:
         """Every item once, in the order of length, for evaluation."""

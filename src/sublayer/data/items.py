@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,22 @@ from .store import Store
 from .tasks import TASKS, Context
 
 Numbers = NDArray[np.int64]
+# Fields of several examples laid end to end, with the size of each; a field that is no sequence has one row each.
+Flat = dict[str, tuple[NDArray[Any], Numbers]]
+
+
+def lay(examples: Sequence[Example]) -> Flat:
+    """Examples that have the same fields, end to end."""
+    out: Flat = {}
+    first = examples[0]
+    along = next((first[name] for name in ("target", "ids") if name in first), None)
+    for name, value in first.items():
+        rows = [example[name] for example in examples]
+        if along is None or (name == "labels" and value.shape != along.shape):
+            out[name] = np.stack(rows), np.ones(len(rows), np.int64)
+        else:
+            out[name] = np.concatenate(rows).astype(np.int64, copy=False), np.array([row.size for row in rows])
+    return out
 
 
 class Items:
@@ -45,6 +63,34 @@ class Items:
     def keys(self, order: Numbers) -> Numbers:
         """What batches are grouped by."""
         return self.lengths[order]
+
+    def flat(self, items: Numbers, seed: int | None, epoch: int) -> Flat:
+        """The examples of a batch, laid end to end."""
+        if self.context.settings.objective == "sequence-to-sequence":
+            return self._pairs(items)
+        return lay([example for item in items for example in self.examples(int(item), seed, epoch)])
+
+    def _pairs(self, items: Numbers) -> Flat:
+        """`objectives.sequence_to_sequence` for all items at once: pairs are short, and a step has thousands."""
+        words, limit = self.context.words, self.context.settings.max_length
+        start, eos = words.need(words.start_role, "sequence-to-sequence"), words.need("eos", "sequence-to-sequence")
+        source, sizes, cut = self._gather("source", items, limit, 0)
+        source[sizes.cumsum()[cut] - 1] = self.store.columns["source"][self.store.ends["source"][items[cut]] - 1]
+        labels, lengths, cut = self._gather("target", items, limit, 1)
+        labels[np.delete(lengths.cumsum(), cut) - 1] = eos
+        target = np.roll(labels, 1)
+        target[lengths.cumsum() - lengths] = start
+        return {"source": (source, sizes), "target": (target, lengths), "labels": (labels, lengths)}
+
+    def _gather(self, name: str, items: Numbers, limit: int, more: int) -> tuple[Numbers, Numbers, Numbers]:
+        """A field of several rows end to end, each with room for `more` and cut to `limit`; and which were cut."""
+        ends, column = self.store.ends[name], self.store.columns[name]
+        starts = np.where(items > 0, ends[items - 1], 0)
+        whole = ends[items] - starts + more
+        sizes = np.minimum(whole, limit)
+        places = np.repeat(starts - (sizes.cumsum() - sizes), sizes) + np.arange(sizes.sum())
+        values = column[np.minimum(places, len(column) - 1)].astype(np.int64)
+        return values, sizes, np.flatnonzero(whole > limit)
 
     def examples(self, item: int, seed: int | None, epoch: int) -> list[Example]:
         # Evaluation has no seed, and the noise of a denoising objective must still be the same each time.
@@ -96,6 +142,9 @@ class CausalRows:
         rows = len(self.predictions)
         self.documents = np.arange(rows) if seed is None else np.random.default_rng((seed, epoch)).permutation(rows)
         self.ends = self.predictions[self.documents].cumsum()
+
+    def flat(self, items: Numbers, seed: int | None, epoch: int) -> Flat:
+        return lay([example for item in items for example in self.examples(int(item), seed, epoch)])
 
     def examples(self, item: int, seed: int | None, epoch: int) -> list[Example]:
         self._lay(seed, epoch)

@@ -91,6 +91,7 @@ class TokenizerSettings:
     sentinels: int = 0  # T5's <extra_id_0>, <extra_id_1>, …
     template: str = "$0"  # what stands around a text: "$0 </s>", "[CLS] $0 [SEP]"
     lowercase: bool = False
+    digits: bool = False  # every digit a token of its own
 
     def __post_init__(self) -> None:
         if self.kind not in TOKENIZERS:

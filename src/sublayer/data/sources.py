@@ -131,7 +131,7 @@ def open_tokenizer(source: Source, data: DataSettings, settings: TokenizerSettin
         say(f"training a {settings.kind} tokenizer on {source.name}")
         tokenizer = train_tokenizer(
             _texts(source, data), kind=settings.kind, vocab_size=settings.vocab_size, special=settings.special,
-            template=settings.template, lowercase=settings.lowercase, extra=settings.all_extra,
+            template=settings.template, lowercase=settings.lowercase, digits=settings.digits, extra=settings.all_extra,
         )  # fmt: skip
         tokenizer.save(temporary)
         (temporary / "meta.json").write_text("{}", encoding="utf-8")

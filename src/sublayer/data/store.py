@@ -25,17 +25,22 @@ FORM = 1  # of the files; part of the key, so that a newer form never meets an o
 class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        self.info: dict[str, Any] = meta["info"]
         self.columns: dict[str, NDArray[Any]] = {}
         self.ends: dict[str, NDArray[np.int64]] = {}
+        try:
+            self._open(json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError):
+            raise ValueError(f"{folder} is damaged; delete the folder, and it is made again") from None
+
+    def _open(self, meta: dict[str, Any]) -> None:
+        self.info: dict[str, Any] = meta["info"]
         self.rows: int = meta["rows"]
         for name, dtype in meta["fields"].items():
-            self.ends[name] = _map(folder / f"{name}.ends.bin", np.dtype(np.int64))
-            self.columns[name] = _map(folder / f"{name}.bin", np.dtype(dtype))
+            self.ends[name] = _map(self.folder / f"{name}.ends.bin", np.dtype(np.int64))
+            self.columns[name] = _map(self.folder / f"{name}.bin", np.dtype(dtype))
             written = int(self.ends[name][-1]) if self.rows else 0
             if len(self.ends[name]) != self.rows or len(self.columns[name]) != written:
-                raise ValueError(f"{folder}: {name} is damaged; delete the folder, and it is made again")
+                raise ValueError(f"{name} is not whole")
 
     def __len__(self) -> int:
         return self.rows

@@ -11,7 +11,7 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ def read_vocabulary(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
             names = {f"{name}_token": token for name, token in model.named.items()}
         _add_later(backend, settings)
     except ValueError as error:
-        raise ValueError(f"{path} is neither a SentencePiece model nor a tiktoken file: {error}") from None
+        raise ValueError(f"{path} cannot be read as a vocabulary of SentencePiece or tiktoken: {error}") from None
     _surround(backend, names | dict(settings), renumbered or "extra_ids" in settings)
     return backend, names
 
@@ -176,8 +176,7 @@ class Pieces:
         pieces = [known.get(piece, (piece, 0.0, CONTROL if piece == "<pad>" else UNUSED)) for piece in ordered]
         if not any(kind == UNKNOWN for *_, kind in pieces):
             raise ValueError("vocab.json lacks the model's token for what is unknown")
-        values = dict(self.__dict__) | {"pieces": pieces}
-        return Pieces(**values)
+        return replace(self, pieces=pieces)
 
 
 def read_sentencepiece(data: bytes) -> Pieces:

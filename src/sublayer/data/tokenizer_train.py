@@ -26,6 +26,7 @@ def train_tokenizer(
     special: Mapping[str, str],
     template: str = "$0",
     lowercase: bool = False,
+    digits: bool = False,
     extra: Sequence[str] = (),
     progress: bool = False,
 ) -> Tokenizer:
@@ -37,6 +38,7 @@ def train_tokenizer(
     `special` maps a role (pad, eos …) to its token; these get the first ids, in the order given, and those of `extra`
     the next. An `extra` token takes the space after it, so that a text reads the same behind it as alone. `template`
     says what is put around a text, "[CLS] $0 [SEP]" say; for a pair of texts, what follows $0 follows the second too.
+    `digits` makes every digit a token of its own, so that numbers are read alike whatever their length.
     """
     learn = {"bpe": _bpe, "unigram": _unigram, "wordpiece": _wordpiece}
     if kind not in learn:
@@ -46,6 +48,11 @@ def train_tokenizer(
     if kind == "wordpiece" and "unk" not in special:
         raise ValueError("a wordpiece vocabulary needs an 'unk' token in special, for words it cannot write")
     backend = _pipeline(kind, lowercase, tokens)
+    if digits:
+        if kind == "wordpiece":
+            raise ValueError("digits is for bpe and unigram; a wordpiece tokenizer would put spaces between them")
+        apart = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([backend.pre_tokenizer, apart])
     lesson = _Lesson(backend, _checked(texts), tokens, special.get("unk"), vocab_size, progress)
     backend.model = learn[kind](lesson)
     added = [

@@ -23,7 +23,8 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        return self.tokenizer.vocab_size
+        """Ids that occur; a vocabulary may have holes, so that this is the largest and one."""
+        return len(self.word_starts)
 
     def id(self, role: str) -> int | None:
         """The id of the pad, bos, eos, mask … token, if there is one."""

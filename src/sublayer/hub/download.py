@@ -9,7 +9,7 @@ from pathlib import Path
 from .tensors import CheckpointError
 
 # Weights and text only: nothing that could be run is even fetched.
-PATTERNS = ("*.safetensors", "*.json", "*.txt", "tokenizer.model", "*.jinja", "1_Pooling/*")
+PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja", "1_Pooling/*")
 
 
 def resolve(folder: str | os.PathLike[str]) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,18 @@ class World:
             wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
             return nullcontext()
         return nullcontext() if last else wrapped.no_sync()  # type: ignore[operator]
+
+    @contextmanager
+    def gathered(self, wrapped: nn.Module) -> Iterator[None]:
+        """Sharded weights outside the blocks, whole for calls that do not go through `wrapped`."""
+        if not self.sharded:
+            yield
+            return
+        wrapped.unshard()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            wrapped.reshard()  # type: ignore[operator]
 
 
 def blocks(model: Model) -> list[nn.Module]:

@@ -24,10 +24,12 @@ def linear_cross_entropy(
     *,
     smoothing: float = 0.0,
     chunk: int | None = None,
+    ignored: bool = False,
 ) -> Tensor:
     """The sum over rows of the cross-entropy of softmax(features·weightᵀ + bias) with the labels.
 
-    `features` (N, D), `weight` (V, D), `labels` (N,). Smoothing spreads its mass over all V, as torch does.
+    `features` (N, D), `weight` (V, D), `labels` (N,). With `ignored`, rows may have a negative label and then count
+    nothing. Smoothing spreads its mass over all V, as torch does.
     """
     if features.size(0) == 0:
         return features.sum() * 0.0
@@ -37,7 +39,7 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
     chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 1 << 24) // weight.size(0))
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        features, weight, bias, labels, smoothing, chunk, dtype
+        features, weight, bias, labels, smoothing, chunk, dtype, ignored
     )
     return loss
 
@@ -53,14 +55,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         smoothing: float,
         chunk: int,
         dtype: torch.dtype,
+        ignored: bool,
     ) -> Tensor:
         with torch.autocast(features.device.type, enabled=False):
-            return _forward(ctx, features, weight, bias, labels, smoothing, chunk, dtype)
+            return _forward(ctx, features, weight, bias, labels, smoothing, chunk, dtype, ignored)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
-        return (*grads, *[None] * (7 - len(grads)))
+        return (*grads, *[None] * (8 - len(grads)))
 
 
 def _forward(
@@ -72,6 +75,7 @@ def _forward(
     smoothing: float,
     chunk: int,
     dtype: torch.dtype,
+    ignored: bool,
 ) -> Tensor:
     wanted = ctx.needs_input_grad
     rows, classes = features.size(0), weight.size(0)
@@ -83,29 +87,32 @@ def _forward(
     # What smoothing takes from every class is the same for every row, and so need not pass through the logits.
     share = smoothing / classes
     column_sum = matrix.sum(0) * share if smoothing else None
+    counts = (labels >= 0).to(dtype)[:, None] if ignored else x.new_ones(1, 1).expand(rows, 1)
+    labels = labels.clamp(min=0) if ignored else labels
     buffer = x.new_empty(min(chunk, rows), classes)
     for start in range(0, rows, chunk):
         part, target = x[start : start + chunk], labels[start : start + chunk]
         logits = torch.mm(part, matrix.t(), out=buffer[: len(part)])
         if bias is not None:
             logits += bias.to(dtype)
-        losses, errors = _rows(logits, target, smoothing)
+        counted = counts[start : start + chunk]
+        losses, errors = _rows(logits, target, counted, smoothing, ignored)
         loss += losses
         if grad_x is not None:
             torch.mm(errors, matrix, out=grad_x[start : start + chunk])
             if column_sum is not None:
-                grad_x[start : start + chunk] -= column_sum
+                grad_x[start : start + chunk] -= column_sum * counted
         if grad_weight is not None:
             _accumulate(grad_weight, errors, part)
         if grad_bias is not None:
-            grad_bias += errors.sum(0, dtype=grad_bias.dtype) - share * len(part)
+            grad_bias += errors.sum(0, dtype=grad_bias.dtype) - share * counted.sum()
     if grad_weight is not None and smoothing:
-        grad_weight -= share * x.sum(0, dtype=torch.float32)
+        grad_weight -= share * (x * counts).sum(0, dtype=torch.float32)
     ctx.save_for_backward(None if grad_x is None else grad_x.to(features.dtype), grad_weight, grad_bias)
     return loss
 
 
-def _rows(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+def _rows(logits: Tensor, target: Tensor, counted: Tensor, smoothing: float, ignored: bool) -> tuple[Tensor, Tensor]:
     """The summed loss of rows of logits, and softmax minus (1 - smoothing) at the target, in the logits' own type."""
     largest, place = logits.max(-1, keepdim=True)
     chosen = logits.gather(-1, target[:, None]).float()
@@ -119,8 +126,10 @@ def _rows(logits: Tensor, target: Tensor, smoothing: float) -> tuple[Tensor, Ten
     if mean is not None:
         losses = losses - smoothing * mean[:, None]
     errors = probabilities.to(logits.dtype)
-    errors.scatter_add_(-1, target[:, None], errors.new_full((1, 1), smoothing - 1.0).expand(len(target), 1))
-    return losses.sum(), errors
+    if ignored:
+        errors.mul_(counted)
+    errors.scatter_add_(-1, target[:, None], counted * (smoothing - 1.0))
+    return (losses * counted).sum(), errors
 
 
 def _accumulate(total: Tensor, errors: Tensor, part: Tensor) -> None:

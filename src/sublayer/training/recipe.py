@@ -89,6 +89,8 @@ class TrainSettings:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be below 1")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"train.betas is {list(self.betas)}; expected two numbers from 0 to below 1")
+        if self.parallel == "fsdp" and self.optimizer == "adafactor":
+            raise ValueError("train.optimizer 'adafactor' cannot be sharded; use adamw or muon, or train.parallel=ddp")
         if self.average > self.keep:
             raise ValueError(
                 f"train.average is {self.average} and train.keep {self.keep}; "
@@ -182,9 +184,9 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
             return tuple(_fit(item, typing.get_args(option)[0], name) for item in value)
         if option is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             return float(value)
-        if option is int and isinstance(value, float) and value == int(value):
+        if option is int and isinstance(value, float) and value.is_integer():
             return int(value)
-        if type(value) is option:
+        if type(value) is option is not float:
             return value
     expected = " or ".join("list" if typing.get_origin(o) is tuple else o.__name__ for o in options)
     raise ValueError(f"{name} is {value!r}; expected {expected.replace('NoneType', 'none')}")

@@ -35,7 +35,9 @@ class BatchLoss(nn.Module):
             if head.logits.scale != 1.0:
                 hidden = hidden * head.logits.scale
             weight, bias = head.logits.weight, head.logits.bias
-            loss = linear_cross_entropy(hidden, weight, bias, labels, smoothing=self.smoothing, chunk=self.chunk)
+            loss = linear_cross_entropy(
+                hidden, weight, bias, labels, smoothing=self.smoothing, chunk=self.chunk, ignored=bool(batch.rows)
+            )
             return loss, correct(hidden, weight, bias, labels, self.chunk) if count else nothing
         if isinstance(head, TokenClassifier) and model.config.head == "span":
             logits = head(features).float()  # (B, T, 2)
@@ -72,7 +74,7 @@ def model_arguments(batch: Batch, model: Model) -> dict[str, Any]:
         prefix = "" if name == "ids" else f"{name}_"
         if name in batch.lengths:
             offsets = F.pad(batch.lengths[name].cumsum(0), (1, 0)).to(torch.int32)
-            arguments[f"{prefix}packing"] = Packing(offsets, batch.longest[name])
+            arguments[f"{prefix}packing"] = Packing(offsets, batch.longest[name], batch.rows.get(name))
         elif name in batch.masks and not _sees_no_padding(name, model):
             arguments[f"{prefix}mask"] = batch.masks[name]
     return arguments

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.layout import trusting
 from ..data.batches import Batch, Loader, Step, ahead
 from ..models import Model
-from .checkpoint import checkpoints, clean, load_checkpoint, load_shards, save_checkpoint
+from .checkpoint import SHARDS, checkpoints, clean, load_checkpoint, load_shards, save_checkpoint
 from .distributed import World, blocks
 from .meter import flops, matrix_rate
 from .optimizer import load_state_tensors, make_optimizer, set_learning_rate, state_tensors
@@ -76,15 +77,17 @@ class Trainer:
         self.world = world or World(device=model.device)
         self.device = self.world.device
         self.state = State()
-        self.stopped_by: str | None = None
+        self.asked_by: str | None = None  # the signal this process has had
+        self.stopped_by: str | None = None  # the signal all processes stop for
         self.notes: list[str] = []
         model.train()
         if settings.recompute:
             recompute(model)
+        if settings.compile:
+            for block in blocks(model):  # all layers share what is compiled for one, which is ready in seconds
+                block.compile(dynamic=False if loader.row_count else None)
         loss = BatchLoss(model, settings.label_smoothing, settings.loss_chunk)
         self.loss = self.world.wrap(loss)
-        if settings.compile:
-            self.loss.compile(dynamic=True)
         self.optimizer = make_optimizer(
             model, settings.optimizer, lr=1.0, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
             weight_decay=settings.weight_decay, momentum=settings.momentum,
@@ -132,21 +135,23 @@ class Trainer:
     def learn(self, step: Step) -> None:
         """One update from the batches of one step, over all processes."""
         settings, world = self.settings, self.world
-        targets, stop = world.sum(sum(batch.targets for batch in step.batches), self.stopped_by is not None)
+        targets, stop = world.sum(sum(batch.targets for batch in step.batches), self.asked_by is not None)
         if stop:  # every process leaves at the same step
-            self.stopped_by = self.stopped_by or "another process was asked to stop"
+            self.stopped_by = self.asked_by or "a signal to another process"
         set_learning_rate(self.optimizer, self._learning_rate(self.state.step + 1))
         for number, batch in enumerate(step.batches):
             torch.manual_seed(_seed(settings.seed, self.state.step, number * world.size + world.rank))
             batch = batch.to(self.device)
             with world.quiet(self.loss, last=number == len(step.batches) - 1):
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+                with trusting(), torch.autocast(self.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                     loss, _ = self.loss(batch)
                 # Gradients are averaged over processes, and a step's loss is divided by all its targets at once.
                 (loss * (batch.weight * world.size / max(targets, 1.0))).backward()
             self._sums[0] += loss.detach() * batch.weight
             self._count(batch)
-        self._sums[1] += sum(batch.targets for batch in step.batches)
+        targets_here = sum(batch.targets for batch in step.batches)
+        self._sums[1] += targets_here
+        self._targets += targets_here
         self.state.tokens += int(targets)
         self._update()
 
@@ -210,12 +215,15 @@ class Trainer:
         self._sums = torch.zeros(3, device=self.device)  # loss, targets of this process, last norm
         self._bad = torch.zeros((), dtype=torch.long, device=self.device)
         self._bad_in_a_row = torch.full_like(self._bad, self.state.skipped_in_a_row)
+        self._targets = 0  # of this process, since it logged or began: the sums may hold those of before a stop
         self._tokens: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._since = (time.perf_counter(), self.state.step)
 
     def start(self) -> None:
+        sums = self._sums  # a run that goes on still owes the mean of the steps since it last logged
         self._reset()
+        self._sums = sums
         path = self.folder / "metrics.jsonl"
         if self.world.main:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -232,7 +240,7 @@ class Trainer:
             self._sequences[name] = self._sequences.get(name, 0) + rows
 
     def _log(self) -> None:
-        loss, targets = self.world.sum(*self._sums[:2].tolist())
+        loss, targets, learned = self.world.sum(*self._sums[:2].tolist(), self._targets)
         if self.device.type != "cpu":
             self._answer_for_bad()
         now, steps = time.perf_counter(), self.state.step - self._since[1]
@@ -242,7 +250,7 @@ class Trainer:
         metrics = {
             "step": self.state.step, "time": round(self.state.seconds, 3), "loss": loss / max(targets, 1.0),
             "learning_rate": self._learning_rate(self.state.step), "gradient_norm": float(self._sums[2]),
-            "tokens": self.state.tokens, "tokens_per_second": targets / elapsed,
+            "tokens": self.state.tokens, "tokens_per_second": learned / elapsed,
             "utilisation": self._flops() / elapsed / (self.rate or math.inf),
         }  # fmt: skip
         self.write(metrics)
@@ -281,7 +289,7 @@ class Trainer:
         assert self.evaluate is not None
         begun = time.perf_counter()
         self.model.eval()
-        with self.averaged():
+        with self.averaged(), self.world.gathered(self.loss):
             metrics = self.evaluate(self.model, self.state.step)
             self.write({"step": self.state.step, **metrics})
             self.progress.message(
@@ -322,13 +330,16 @@ class Trainer:
             yield
             return
         own = [parameter.detach().clone() for parameter in self.parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.average)
+        self._put(self.average)
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(self.parameters, own)
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):  # sharded, foreach knows no copy
+            parameter.copy_(value)
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"optimizer/{name}": value for name, value in state_tensors(self.optimizer, self.model).items()}
@@ -336,8 +347,11 @@ class Trainer:
         for parameter, average in zip(self.parameters, self.average, strict=False):
             tensors[f"average/{names[id(parameter)]}"] = average
         if self.world.sharded:
-            tensors |= {f"model/{name}": value for name, value in self.model.state_dict().items()}
-        return tensors | {"usual_norm": self.usual_norm}
+            kept = self.model.state_dict().keys()  # of tied weights, one name is enough
+            own = [*self.model.named_parameters(), *self.model.named_buffers()]
+            tensors |= {f"model/{name}": tensor.detach() for name, tensor in own if name in kept}
+        sums = torch.tensor(self.world.sum(*self._sums.tolist()), device=self.device)
+        return tensors | {"usual_norm": self.usual_norm, "sums": sums}
 
     def save(self) -> None:
         begun = time.perf_counter()
@@ -369,6 +383,9 @@ class Trainer:
         found = checkpoints(folder)
         if not found:
             return False
+        if (found[-1] / SHARDS).exists() != self.world.sharded:
+            other = "without" if self.world.sharded else "with"
+            raise ValueError(f"{found[-1]} was saved {other} train.parallel=fsdp; resume it the same way")
         state, tensors = load_checkpoint(found[-1])
         self.state = State(**state)
         if self.world.sharded:
@@ -383,6 +400,7 @@ class Trainer:
             for parameter, average in zip(self.parameters, self.average, strict=False):
                 average.copy_(tensors[f"average/{names[id(parameter)]}"])
         self.usual_norm = tensors["usual_norm"].to(self.device)
+        self._sums = tensors["sums"].to(self.device) * self.world.main
         return True
 
     @contextmanager
@@ -390,10 +408,12 @@ class Trainer:
         """SIGINT and SIGTERM ask for a checkpoint and an end; the second SIGINT does not wait."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.stopped_by and number == signal.SIGINT:
+            if self.asked_by and number == signal.SIGINT:
                 raise KeyboardInterrupt
-            self.stopped_by = signal.Signals(number).name
-            self.progress.message(f"{self.stopped_by}: saving after this step, then leaving")
+            self.asked_by = signal.Signals(number).name
+            if self.world.size == 1:  # several processes agree on it in the next step
+                self.stopped_by = self.asked_by
+            self.progress.message(f"{self.asked_by}: saving after this step, then leaving")
 
         try:
             before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
