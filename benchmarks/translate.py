@@ -126,7 +126,7 @@ def theirs(options: argparse.Namespace) -> None:
         options.out, per_device_train_batch_size=batch, max_steps=options.steps, learning_rate=7e-4,
         lr_scheduler_type="inverse_sqrt", warmup_steps=1000, adam_beta1=0.9, adam_beta2=0.98, adam_epsilon=1e-9,
         max_grad_norm=1.0, label_smoothing_factor=0.1, bf16=True, optim="adamw_torch_fused", report_to=[],
-        save_strategy="no", logging_steps=500, disable_tqdm=True, dataloader_num_workers=options.workers,
+        save_strategy="no", logging_steps=100, disable_tqdm=True, dataloader_num_workers=options.workers,
         seed=recipe.train.seed, weight_decay=0.0,
         **({"train_sampling_strategy": "group_by_length"} if options.grouped else {}),
     )  # fmt: skip

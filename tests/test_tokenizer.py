@@ -309,6 +309,7 @@ def test_sentinels_and_the_end_of_a_text_come_from_the_settings(tmp_path: Path) 
         assert Tokenizer.load(tmp_path).encode("") == ids
 
 
+@pytest.mark.filterwarnings("ignore:Recommended")
 def test_two_models_may_share_a_table_of_ids(tmp_path: Path) -> None:
     source = sentencepiece_model(vocab_size=200)
     target = sentencepiece_model(vocab_size=300)
