@@ -3,10 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo demo-real test test-all lint format bench clean
 
 demo: .venv/.installed
 	$(BIN)/sublayer demo
+
+# Real pairs, tab-separated: make demo-real TRAIN=pairs.tsv VALID=valid.tsv; again with the same files, it goes on.
+demo-real: .venv/.installed
+	@test -n "$(TRAIN)" -a -n "$(VALID)" || { echo "usage: make demo-real TRAIN=FILE VALID=FILE"; exit 2; }
+	$(BIN)/sublayer train recipes/translate.toml data.train=$(TRAIN) data.valid=$(VALID) --out runs/demo-real --resume
 
 test: .venv/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not network"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from sublayer import demo
 from sublayer.cli import main
 
 
@@ -21,12 +24,26 @@ def test_presets_table_and_json(capsys):
     assert {row["name"]: row["parameters"] for row in rows}["llama-2-70b"] == 68_976_648_192
 
 
-def test_demo_runs_every_family_and_learns(capsys):
-    assert main(["demo"]) == 0
+def test_demo_in_small_trains_translates_and_reports(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
+    small = ["train.steps=20", "data.corpus_size=1000", "train.eval_samples=4", "train.eval_every=none"]
+    assert demo.run(str(tmp_path / "demo"), small, tested=20) == 0
     out = capsys.readouterr().out
-    for family in ("original Transformer", "BERT", "GPT-2", "LLaMA", "T5", "BART", "Marian", "ViT"):
-        assert family in out
-    assert "0 1 2 3 4 5 6 0 1 2 3 4 5 6 0 1" in out
+    assert "of 20 texts with values never seen in training are exactly right" in out
+    assert all(kind in out for kind in ("date", "time", "number", "price", "unit", "duration"))
+    assert "<svg" in (tmp_path / "demo" / "report.html").read_text()
+    # The folder it leaves works with the other verbs, and the line it ends with is a command that runs.
+    command = out[out.index("Next: ") :].split("Next: ")[1].splitlines()[0]
+    assert main(shlex.split(command)[1:]) == 0
+    assert main(["generate", str(tmp_path / "demo" / "model"), "<de> 5 May", "--max-new-tokens", "5"]) == 0
+
+
+@pytest.mark.slow
+def test_demo_gets_nearly_all_unseen_values_right(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
+    assert main(["demo", "--out", str(tmp_path / "demo")]) == 0
+    right = re.search(r"([0-9.]+)% of 1,000 texts", capsys.readouterr().out)
+    assert right is not None and float(right[1]) >= 98.0
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ RECIPES = sorted(path.stem for path in BUILT_IN.glob("*.toml"))
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sublayer.training.trainer.matrix_rate", lambda device, dtype: 1e10)
+    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
     with torch.device("cpu"):
         yield
 

@@ -29,7 +29,7 @@ TIMES = {"time", "tokens_per_second", "utilisation"}
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sublayer.training.trainer.matrix_rate", lambda device, dtype: 1e10)
+    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
     with torch.device("cpu"):
         yield
 
@@ -139,8 +139,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(tmp_path: Path, monkeypa
     assert trainer.run().step == 8
     folder = tmp_path / "run" / "checkpoints"
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000008"]
-    assert len(trainer.notes) == 2
-    assert all("No space left on device" in note and "\n" not in note for note in trainer.notes)
+    assert len(trainer.state.notes) == 2
+    assert all("No space left on device" in note and "\n" not in note for note in trainer.state.notes)
 
 
 def test_a_disk_still_full_at_the_end_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

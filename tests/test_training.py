@@ -39,7 +39,7 @@ from sublayer.training.trainer import Trainer
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sublayer.training.trainer.matrix_rate", lambda device, dtype: 1e10)
+    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
     with torch.device("cpu"):
         yield
 
@@ -369,7 +369,7 @@ def test_a_bad_step_changes_nothing_and_the_run_goes_on(
     assert [same(one, other) for one, other in itertools.pairwise(seen)] == [
         False, False, True, False, False, False,
     ]  # fmt: skip
-    assert len(trainer.notes) == 1 and "step 3" in trainer.notes[0]
+    assert len(trainer.state.notes) == 1 and "step 3" in trainer.state.notes[0]
     assert all(bool(tensor.isfinite().all()) for tensor in weights(trainer).values())
 
 

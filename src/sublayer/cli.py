@@ -9,20 +9,18 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from . import __version__
 from .presets import preset, presets
 
+if TYPE_CHECKING:
+    from .lm import LM
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    settings = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(settings) < len(rest) or (rest and not hasattr(options, "settings")):
-        parser.error(f"unrecognized arguments: {' '.join(word for word in rest if word not in settings) or rest[0]}")
-    if rest:  # key=value pairs may stand anywhere among the options
-        options.settings += settings
+    options = _parse(parser, arguments)
     try:
         return options.run(options) or 0
     except BrokenPipeError:  # the reader of our output has gone: `sublayer presets | head`
@@ -34,6 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("sublayer: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Texts and key=value pairs of a verb that takes several may stand before, between and after its options."""
+    options, rest = parser.parse_known_args(arguments)
+    several = next((name for name in ("settings", "text") if hasattr(options, name)), None)
+    wrong = [word for word in rest if word.startswith("-") or several is None]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if several is not None:
+        setattr(options, several, [*getattr(options, several), *rest])
+    return options
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run")
     verb.add_argument("text", nargs="*", help="the texts; otherwise each line of standard input is one")
     verb.add_argument("--to", metavar="LANGUAGE", help="the language token the source begins with, such as de")
-    verb.add_argument("--max-new-tokens", type=int, default=256, help="(%(default)s)")
+    verb.add_argument("--max-new-tokens", type=int, help="of each translation (as many as the model has positions for)")
     verb.set_defaults(run=_translate)
 
     verb = verbs.add_parser("convert", help="write a checkpoint in another form: Hugging Face folder or GGUF file")
@@ -156,7 +166,12 @@ def _translate(options: argparse.Namespace) -> None:
     if token and lm.tokenizer.id_of(token) is None:
         raise ValueError(f"the model has no token {token}; --to names a language it was trained to write")
     for text in options.text or _lines():
-        print(lm.generate(f"{token} {text}".lstrip(), max_new_tokens=options.max_new_tokens), flush=True)
+        print(lm.generate(f"{token} {text}".lstrip(), max_new_tokens=_room(lm, options.max_new_tokens)), flush=True)
+
+
+def _room(lm: LM, wanted: int | None) -> int:
+    """As many tokens as were asked for; otherwise as many as the model has positions for."""
+    return wanted or min(lm.config.max_positions, 256)
 
 
 def _lines() -> Iterator[str]:

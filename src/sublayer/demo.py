@@ -31,7 +31,7 @@ CHANGES = (
 TESTED = 1000
 
 
-def run(out: str | None = None, changes: Sequence[str] = ()) -> int:
+def run(out: str | None = None, changes: Sequence[str] = (), tested: int = TESTED) -> int:
     console, begun = wide_console(), time.perf_counter()
     folder = Path(out or "runs/demo")
     recipe = load_recipe(find_recipe("translate"), [*CHANGES, *changes])
@@ -45,11 +45,11 @@ def run(out: str | None = None, changes: Sequence[str] = ()) -> int:
             console.print(f"stopped at step {trainer.state.step}; the same command goes on from there")
             return 130
     lm = load(model)
-    pairs = list(cldr_pairs(TESTED, split="test"))
+    pairs = list(cldr_pairs(tested, split="test"))
     produced = translate(lm, [pair.source for pair in pairs])
     _show_examples(console, pairs, produced)
     right = _show_score(console, pairs, produced)
-    console.print(f"\n{right:.1%} of {TESTED:,} texts with values never seen in training are exactly right.")
+    console.print(f"\n{right:.1%} of {tested:,} texts with values never seen in training are exactly right.")
     console.print(
         f"{duration(time.perf_counter() - begun)} in all. Curves, samples and attention: {folder / 'report.html'}"
     )

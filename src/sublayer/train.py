@@ -243,7 +243,7 @@ def _report(run: Run, trainer: Trainer, status: str) -> Report:
         title=run.folder.resolve().name, status=status, facts=facts,
         samples=evaluator.samples if evaluator is not None else [],
         attention=evaluator.attention if evaluator is not None else [], recipe=run.recipe.to_toml(),
-        notes=trainer.notes,
+        notes=trainer.state.notes,
     )  # fmt: skip
 
 
@@ -269,12 +269,31 @@ def _finish(run: Run, trainer: Trainer) -> None:
             model = build(model.config, device=run.world.device)
             model.load_state_dict(state)
             model.labels = run.model.labels
+        model.eval()
+        _test(run, trainer, model)
         if run.world.main:
             run.save(model, run.folder / "model")
             if run.evaluator is not None:
-                run.evaluator.picture(model.eval())
+                run.evaluator.picture(model)
             write_report(run.folder, _report(run, trainer, trainer.status))
     run.world.wait()
+
+
+def _test(run: Run, trainer: Trainer, model: Model) -> None:
+    """The trained model on data.test, all of it, where that is given."""
+    source = open_source(run.recipe.data, "test") if run.recipe.data.test is not None else None
+    if source is None:
+        return
+    loader = dataclasses.replace(run.loader, items=make_items(open_store(source, run.context, _say), run.context))
+    everything = dataclasses.replace(
+        run.recipe, train=dataclasses.replace(run.recipe.train, eval_samples=len(loader.items))
+    )
+    metrics = Evaluator(loader, everything, run.context, run.world, run.tokenizer)(model, trainer.state.step)
+    metrics = {name.replace("valid", "test"): value for name, value in metrics.items()}
+    metrics = {name if name.startswith("test") else f"test_{name}": value for name, value in metrics.items()}
+    trainer.journal.write(trainer.state, {"step": trainer.state.step, **metrics})
+    if run.world.main:
+        _say("test data: " + ", ".join(f"{name.replace('_', ' ')} {n:.4g}" for name, n in metrics.items()))
 
 
 def _check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
@@ -332,7 +351,7 @@ def _measure(run: Run) -> tuple[float, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(dataclasses.replace(run, folder=Path(folder)), quiet=True)
-        trainer.start()
+        trainer.journal.start(trainer.state)
         times = []
         for _, step in zip(range(4), run.loader.steps(), strict=False):
             begun = time.perf_counter()

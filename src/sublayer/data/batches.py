@@ -36,6 +36,7 @@ class Batch:
     places: Tensor | None = None
     targets: int = 0  # labels that count
     tokens: dict[str, int] = field(default_factory=dict)  # real tokens of each input
+    sequences: int = 0
     weight: float = 1.0  # 0 for a batch that only keeps a process in step with the others
 
     @property
@@ -54,7 +55,7 @@ class Batch:
 
         return Batch(
             move_all(self.inputs), move(self.labels), move_all(self.masks), move_all(self.lengths), self.longest,
-            self.rows, move(self.places), self.targets, self.tokens, self.weight,
+            self.rows, move(self.places), self.targets, self.tokens, self.sequences, self.weight,
         )  # fmt: skip
 
 
@@ -74,7 +75,9 @@ def collate(
     if "pixels" in flat:
         pixels, labels = (torch.from_numpy(flat[name][0]) for name in ("pixels", "labels"))
         patches = {"pixels": len(labels)}
-        return Batch({"pixels": pixels.float() / 127.5 - 1.0}, labels, targets=len(labels), tokens=patches)
+        return Batch(
+            {"pixels": pixels.float() / 127.5 - 1.0}, labels, targets=len(labels), tokens=patches, sequences=len(labels)
+        )
     batch = Batch({}, torch.empty(0), rows=dict(rows or {}))
     along = "target" if "target" in flat else "ids"  # the input that labels for tokens are aligned with
     chosen = _rows({name: flat[name][1] for name in rows}, rows) if rows else np.empty(0, np.int64)
@@ -100,7 +103,7 @@ def collate(
         batch.inputs[name] = torch.from_numpy(values)
         if name == "token_types":
             continue
-        batch.tokens[name] = int(sizes.sum())
+        batch.tokens[name], batch.sequences = int(sizes.sum()), len(sizes)
         if rows or packed:
             batch.lengths[name] = torch.from_numpy(parts)
             batch.longest[name] = bound or int(parts.max())

@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .counting import Counting
 from .readers import DataError, Row, Skipped, find_files, fingerprint, read_dataset, read_rows
 from .settings import DataSettings, TokenizerSettings
 from .store import Store, Writer, cache_folder, cached, key_of
-from .tasks import TASKS, Context, Labels
+from .tasks import TASKS, Context, Labels, Stored
 from .tokenizer import Tokenizer
 from .vocabulary import Vocabulary
 
@@ -173,19 +173,18 @@ def _build(folder: Path, source: Source, context: Context, say: Say) -> None:
     writer = Writer(folder, {name: token if kind == "token" else kind for name, kind in task.fields.items()})
     causal = context.settings.objective == "causal"
     before, after = _ends(context) if causal else ([], [])
-    tokens, shown = 0, time.monotonic()
-    for rows in _grouped(source.rows()):
-        for row, stored in zip(rows, task.encode(rows, context), strict=True):
-            continued = bool(row.values.get("continued", False))
-            if causal and not continued:
-                if len(writer):
-                    writer.add({"text": after}, continued=True)
-                stored = {"text": [*before, *stored["text"]]}
-            writer.add(stored, continued=continued)
-            tokens += len(stored[task.measure])
-        if time.monotonic() - shown > 2.0:
-            shown = time.monotonic()
-            say(f"tokenising {source.name}: {len(writer):,} rows, {tokens:,} tokens")
+    tokens = 0
+    with Counting(f"tokenising {source.name}", say) as counting:
+        for rows in _grouped(source.rows()):
+            for row, stored in _encoded(rows, context, source):
+                continued = bool(row.values.get("continued", False))
+                if causal and not continued:
+                    if len(writer):
+                        writer.add({"text": after}, continued=True)
+                    stored = {"text": [*before, *stored["text"]]}
+                writer.add(stored, continued=continued)
+                tokens += len(stored[task.measure])
+            counting.update(len(writer), tokens)
     if not len(writer):
         raise DataError(f"{source.name} holds nothing to learn from: every row is empty")
     if causal:
@@ -193,6 +192,21 @@ def _build(folder: Path, source: Source, context: Context, say: Say) -> None:
     writer.finish({"labels": context.labels.names, "skipped": str(source.skipped), "tokens": tokens})
     if source.skipped.count and context.settings.train is not None:
         say(f"{source.name}: {source.skipped}")
+
+
+def _encoded(rows: list[Row], context: Context, source: Source) -> Iterator[tuple[Row, Stored]]:
+    """Rows with their numbers; one that cannot be used is left out and counted, where the settings say so."""
+    encode = TASKS[context.settings.objective].encode
+    try:
+        yield from zip(rows, encode(rows, context), strict=True)
+    except DataError:
+        if context.settings.on_error == "stop":
+            raise
+        for row in rows:
+            try:
+                yield row, encode([row], context)[0]
+            except DataError:
+                source.skipped.add("unusable", row.where())
 
 
 def _ends(context: Context) -> tuple[list[int], list[int]]:

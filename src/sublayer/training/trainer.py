@@ -8,55 +8,32 @@ never stopped.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.layout import trusting
-from ..data.batches import Batch, Loader, Step, ahead
+from ..data.batches import Loader, Step, ahead
 from ..models import Model
 from .checkpoint import SHARDS, checkpoints, clean, load_checkpoint, load_shards, save_checkpoint
 from .distributed import World, blocks
-from .meter import flops, matrix_rate
+from .journal import Journal, Metrics, State, listening
 from .optimizer import load_state_tensors, make_optimizer, set_learning_rate, state_tensors
-from .progress import Progress
 from .recipe import TrainSettings
 from .schedule import learning_rate
 from .step import BatchLoss
 
-Metrics = dict[str, float]
-
-
-@dataclass
-class State:
-    """What a run has come to, beside its tensors."""
-
-    step: int = 0
-    epoch: int = 0
-    index: int = 0  # of the next batch in the epoch
-    tokens: int = 0  # targets learned from
-    seconds: float = 0.0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    best: float | None = None
-    worse: int = 0  # evaluations since the best
-    done: bool = False  # stopped early
-    metrics_bytes: int = 0  # of metrics.jsonl that belong to the steps so far
+REPORT_EVERY = 30.0  # seconds
 
 
 class Trainer:
-    _bad_in_a_row: Tensor
-
     def __init__(
         self,
         model: Model,
@@ -79,7 +56,6 @@ class Trainer:
         self.state = State()
         self.asked_by: str | None = None  # the signal this process has had
         self.stopped_by: str | None = None  # the signal all processes stop for
-        self.notes: list[str] = []
         model.train()
         if settings.recompute:
             recompute(model)
@@ -95,26 +71,30 @@ class Trainer:
         self.parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if settings.ema else []
         self.usual_norm = torch.zeros((), device=self.device)  # running mean of the gradient's norm
-        self.progress = Progress(settings.steps, quiet=quiet or not self.world.main, every=settings.log_every)
-        self.rate: float | None = None
-        self._reset()
+        self.journal = Journal(folder, model, settings, self.world, quiet)
+        # Steps skipped since it was last said, and the last of them in a row; on a GPU they wait there to be read.
+        self.bad = torch.zeros(2, dtype=torch.long, device=self.device)
 
     # The loop
 
     def run(self) -> State:
         """Train to the last step, or until a signal; the folder then holds a checkpoint of where it ended."""
-        self.rate = matrix_rate(self.device, getattr(torch, self.settings.dtype)) * self.world.size
-        state, settings = self.state, self.settings
+        state, settings, journal = self.state, self.settings, self.journal
         saved_at = state.step if state.step else -1
-        with self.progress, self._signals():
-            self.start()
+        reported = -math.inf
+        with journal.progress, listening(self._heard):
+            journal.start(state)
             for step in ahead(self.loader.steps(state.epoch, state.index)):
                 if state.step >= settings.steps or state.done or self.stopped_by:
                     break
                 self.learn(step)
                 state.step, state.epoch, state.index = state.step + 1, step.epoch, step.index + 1
                 if _due(state.step, settings.log_every) or state.step == settings.steps:
-                    self._log()
+                    self._answer_for_bad(state.step)
+                    journal.log(state, self._learning_rate(state.step))
+                    if time.monotonic() - reported > REPORT_EVERY:
+                        self.report(self.status)
+                        reported = time.monotonic()
                 if self.evaluate is not None and (
                     _due(state.step, settings.eval_every) or state.step == settings.steps
                 ):
@@ -126,6 +106,15 @@ class Trainer:
         self.report(self.status)
         return state
 
+    def _heard(self, what: signal.Signals) -> None:
+        """SIGINT and SIGTERM ask for a checkpoint and an end; the second SIGINT does not wait."""
+        if self.asked_by and what == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked_by = what.name
+        if self.world.size == 1:  # several processes agree on it in the next step
+            self.stopped_by = self.asked_by
+        self.journal.progress.message(f"{self.asked_by}: saving after this step, then leaving")
+
     @property
     def status(self) -> str:
         if self.stopped_by:
@@ -135,10 +124,12 @@ class Trainer:
     def learn(self, step: Step) -> None:
         """One update from the batches of one step, over all processes."""
         settings, world = self.settings, self.world
-        targets, stop = world.sum(sum(batch.targets for batch in step.batches), self.asked_by is not None)
+        own = sum(batch.targets for batch in step.batches)
+        targets, stop = world.sum(own, self.asked_by is not None)
         if stop:  # every process leaves at the same step
             self.stopped_by = self.asked_by or "a signal to another process"
         set_learning_rate(self.optimizer, self._learning_rate(self.state.step + 1))
+        total = torch.zeros((), device=self.device)
         for number, batch in enumerate(step.batches):
             torch.manual_seed(_seed(settings.seed, self.state.step, number * world.size + world.rank))
             batch = batch.to(self.device)
@@ -147,16 +138,16 @@ class Trainer:
                     loss, _ = self.loss(batch)
                 # Gradients are averaged over processes, and a step's loss is divided by all its targets at once.
                 (loss * (batch.weight * world.size / max(targets, 1.0))).backward()
-            self._sums[0] += loss.detach() * batch.weight
-            self._count(batch)
-        targets_here = sum(batch.targets for batch in step.batches)
-        self._sums[1] += targets_here
-        self._targets += targets_here
+            total += loss.detach() * batch.weight
+            self.journal.count(batch)
         self.state.tokens += int(targets)
-        self._update()
+        norm, bad = self._update()
+        self.journal.learned(total, own, norm, bad)
+        if settings.nonfinite == "stop" or self.device.type == "cpu":
+            self._answer_for_bad(self.state.step + 1)
 
-    def _update(self) -> None:
-        """Clip, then step; a gradient that is not finite, or a spike, changes nothing but the count of such steps."""
+    def _update(self) -> tuple[Tensor, Tensor]:
+        """Clip, then step, and tell the gradient's norm; if it is not finite, or a spike, nothing is changed."""
         settings = self.settings
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, foreach=None)
@@ -179,11 +170,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.average:
             torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1.0 - self.settings.ema)
-        self._sums[2] = norm
-        self._bad += bad
-        self._bad_in_a_row = (self._bad_in_a_row + 1) * bad
-        if settings.nonfinite == "stop" or self.device.type == "cpu":
-            self._answer_for_bad()
+        self.bad = torch.stack([self.bad[0] + bad, (self.bad[1] + 1) * bad])
+        return norm, bad
 
     def _learning_rate(self, step: int) -> float:
         settings = self.settings
@@ -192,114 +180,36 @@ class Trainer:
             final=settings.final_lr, decay=settings.decay, d_model=self.model.config.d_model,
         )  # fmt: skip
 
-    def _answer_for_bad(self) -> None:
+    def _answer_for_bad(self, step: int) -> None:
         """Say what was skipped, and stop if it must not be or does not end."""
-        bad, row = int(self._bad), int(self._bad_in_a_row)
+        bad, row = self.bad.tolist()
+        self.state.skipped_in_a_row = row
         if not bad:
-            self.state.skipped_in_a_row = row
             return
         self.state.skipped += bad
-        self.state.skipped_in_a_row = row
-        self._bad.zero_()
-        what = f"step {self.state.step + 1}: the gradient is not finite or a spike"
+        self.bad[0] = 0
+        what = f"step {step}: the gradient is not finite or a spike"
         if self.settings.nonfinite == "stop":
             raise ValueError(f"{what}; stopped, as train.nonfinite says. The last checkpoint is whole: lower train.lr")
         if row >= self.settings.max_skips:
             raise ValueError(f"{what}, {row} steps in a row; stopped. The last checkpoint is whole: lower train.lr")
-        self._say(f"{what}; {bad} step{'s' if bad > 1 else ''} skipped, {self.state.skipped} in all")
+        self.journal.say(self.state, f"{what}; {bad} step{'s' if bad > 1 else ''} skipped, {self.state.skipped} in all")
 
-    # What is written
-
-    def _reset(self) -> None:
-        """Counters of the time since the last log."""
-        self._sums = torch.zeros(3, device=self.device)  # loss, targets of this process, last norm
-        self._bad = torch.zeros((), dtype=torch.long, device=self.device)
-        self._bad_in_a_row = torch.full_like(self._bad, self.state.skipped_in_a_row)
-        self._targets = 0  # of this process, since it logged or began: the sums may hold those of before a stop
-        self._tokens: dict[str, int] = {}
-        self._sequences: dict[str, int] = {}
-        self._since = (time.perf_counter(), self.state.step)
-
-    def start(self) -> None:
-        sums = self._sums  # a run that goes on still owes the mean of the steps since it last logged
-        self._reset()
-        self._sums = sums
-        path = self.folder / "metrics.jsonl"
-        if self.world.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            with path.open("r+b") as file:  # lines of steps that are done again go
-                file.truncate(min(self.state.metrics_bytes, path.stat().st_size))
-
-    def _count(self, batch: Batch) -> None:
-        if not batch.weight:
-            return
-        for name, tokens in batch.tokens.items():
-            rows = batch.lengths[name].numel() if name in batch.lengths else batch.inputs[name].size(0)
-            self._tokens[name] = self._tokens.get(name, 0) + tokens
-            self._sequences[name] = self._sequences.get(name, 0) + rows
-
-    def _log(self) -> None:
-        loss, targets, learned = self.world.sum(*self._sums[:2].tolist(), self._targets)
-        if self.device.type != "cpu":
-            self._answer_for_bad()
-        now, steps = time.perf_counter(), self.state.step - self._since[1]
-        elapsed = now - self._since[0]
-        self.state.seconds += elapsed
-        left = elapsed / max(steps, 1) * (self.settings.steps - self.state.step)
-        metrics = {
-            "step": self.state.step, "time": round(self.state.seconds, 3), "loss": loss / max(targets, 1.0),
-            "learning_rate": self._learning_rate(self.state.step), "gradient_norm": float(self._sums[2]),
-            "tokens": self.state.tokens, "tokens_per_second": learned / elapsed,
-            "utilisation": self._flops() / elapsed / (self.rate or math.inf),
-        }  # fmt: skip
-        self.write(metrics)
-        self.progress.update(
-            self.state.step, loss=metrics["loss"], tokens_per_second=metrics["tokens_per_second"],
-            utilisation=metrics["utilisation"], learning_rate=metrics["learning_rate"], seconds_left=left,
-        )  # fmt: skip
-        self._reset()
-
-    def _flops(self) -> float:
-        """Of the steps since the last log, over all processes."""
-        tokens = dict(self._tokens)
-        lengths = {name: tokens[name] / max(self._sequences[name], 1) for name in tokens}
-        config = self.model.config
-        if config.image_input:
-            lengths = {"source": config.num_patches + 1.0}
-            tokens = {"source": tokens.get("pixels", 0) * (config.num_patches + 1)}
-        elif "ids" in tokens:
-            side = "target" if config.shape == "decoder" else "source"
-            tokens, lengths = {side: tokens["ids"]}, {side: lengths["ids"]}
-        return flops(self.model, config, tokens, lengths) * self.world.size if tokens else 0.0
-
-    def write(self, metrics: Metrics) -> None:
-        """A line in metrics.jsonl, whole as soon as it is there."""
-        if not self.world.main:
-            return
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
-            self.state.metrics_bytes = file.tell()
-
-    def _say(self, text: str) -> None:
-        self.notes.append(text)
-        self.progress.message(text)
+    # Evaluating
 
     def _evaluate(self) -> None:
         assert self.evaluate is not None
-        begun = time.perf_counter()
         self.model.eval()
-        with self.averaged(), self.world.gathered(self.loss):
+        with self.journal.pause(), self.averaged(), self.world.gathered(self.loss):
             metrics = self.evaluate(self.model, self.state.step)
-            self.write({"step": self.state.step, **metrics})
-            self.progress.message(
+            self.journal.write(self.state, {"step": self.state.step, **metrics})
+            self.journal.progress.message(
                 f"step {self.state.step}: "
                 + ", ".join(f"{name.replace('_', ' ')} {n:.4g}" for name, n in metrics.items())
             )
             self._judge(metrics)
+            self.report(self.status)
         self.model.train()
-        self.report(self.status)
-        self._since = (self._since[0] + time.perf_counter() - begun, self._since[1])
 
     def _judge(self, metrics: Metrics) -> None:
         """Is it the best so far? If not for `patience` evaluations, the run is done."""
@@ -319,7 +229,10 @@ class Trainer:
             state.worse += 1
         if settings.patience and state.worse >= settings.patience and state.step < settings.steps:
             state.done = True
-            self._say(f"step {state.step}: {settings.metric} was better {state.worse} evaluations ago; stopped early")
+            self.journal.say(
+                self.state,
+                f"step {state.step}: {settings.metric} was better {state.worse} evaluations ago; stopped early",
+            )
 
     # Saving and going on
 
@@ -350,18 +263,17 @@ class Trainer:
             kept = self.model.state_dict().keys()  # of tied weights, one name is enough
             own = [*self.model.named_parameters(), *self.model.named_buffers()]
             tensors |= {f"model/{name}": tensor.detach() for name, tensor in own if name in kept}
-        sums = torch.tensor(self.world.sum(*self._sums.tolist()), device=self.device)
+        sums = torch.tensor(self.world.sum(*self.journal.sums.tolist()), device=self.device)
         return tensors | {"usual_norm": self.usual_norm, "sums": sums}
 
     def save(self) -> None:
-        begun = time.perf_counter()
-        self.state.seconds = round(self.state.seconds, 3)
-        save_checkpoint(
-            self.folder / "checkpoints", self.state.step, dataclasses.asdict(self.state), self._tensors(),
-            None if self.world.sharded else lambda path: self.save_model(self.model, path), keep=self.settings.keep,
-            world=self.world,
-        )  # fmt: skip
-        self._since = (self._since[0] + time.perf_counter() - begun, self._since[1])
+        self._answer_for_bad(self.state.step)
+        write = None if self.world.sharded else lambda path: self.save_model(self.model, path)
+        with self.journal.pause():
+            save_checkpoint(
+                self.folder / "checkpoints", self.state.step, dataclasses.asdict(self.state), self._tensors(), write,
+                keep=self.settings.keep, world=self.world,
+            )  # fmt: skip
 
     def _try_to_save(self, saved_at: int) -> int:
         """A full disk must not end a run that can still free room and save at its end."""
@@ -371,7 +283,7 @@ class Trainer:
         except OSError as error:
             if self.world.size > 1:
                 raise
-            self._say(f"step {self.state.step}: {error}")
+            self.journal.say(self.state, f"step {self.state.step}: {error}")
             return saved_at
 
     def resume(self) -> bool:
@@ -400,30 +312,9 @@ class Trainer:
             for parameter, average in zip(self.parameters, self.average, strict=False):
                 average.copy_(tensors[f"average/{names[id(parameter)]}"])
         self.usual_norm = tensors["usual_norm"].to(self.device)
-        self._sums = tensors["sums"].to(self.device) * self.world.main
+        self.journal.sums = tensors["sums"].to(self.device) * self.world.main
+        self.bad[1] = self.state.skipped_in_a_row
         return True
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM ask for a checkpoint and an end; the second SIGINT does not wait."""
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.asked_by and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self.asked_by = signal.Signals(number).name
-            if self.world.size == 1:  # several processes agree on it in the next step
-                self.stopped_by = self.asked_by
-            self.progress.message(f"{self.asked_by}: saving after this step, then leaving")
-
-        try:
-            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: signals are someone else's
-            before = {}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def recompute(model: Model) -> None:
