@@ -237,7 +237,7 @@ def test_a_row_of_two_documents_is_each_of_them_alone(tmp_path: Path) -> None:
 
 
 def first_gradients(trainer: Trainer) -> tuple[dict[str, Tensor], int]:
-    trainer._update = lambda: None  # type: ignore[method-assign]
+    trainer._update = lambda: (torch.zeros(()), torch.zeros((), dtype=torch.bool))  # type: ignore[method-assign]
     step = next(trainer.loader.steps())
     trainer.learn(step)
     return {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}, len(step.batches)
@@ -333,12 +333,12 @@ def break_steps(trainer: Trainer, when: set[int], factor: float) -> None:
     """Multiply the gradients of some steps (1 is the first)."""
     update = trainer._update
 
-    def wrong() -> None:
+    def wrong() -> tuple[Tensor, Tensor]:
         if trainer.state.step + 1 in when:
             for parameter in trainer.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-        update()
+        return update()
 
     trainer._update = wrong  # type: ignore[method-assign]
 

@@ -216,12 +216,15 @@ class Loader:
 
     def make(self, items: NDArray[np.int64], epoch: int, seed: int | None) -> Batch:
         flat = self.items.flat(items, seed, epoch)
-        # Pieces of documents share a row without seeing each other only where they are packed.
-        apart = isinstance(self.items, CausalRows) and len(flat["ids"][1]) > len(items)
-        even = isinstance(self.items, CausalRows) and not apart
+        # Pieces of documents share a row without seeing each other only where they are packed; a row of one document
+        # needs neither packing nor a mask.
+        rows, even = self.rows, False
+        if isinstance(self.items, CausalRows):
+            even = len(flat["ids"][1]) == len(items)
+            rows = rows if self.packed else {"ids": self.items.length}
         return collate(
-            flat, packed=(self.packed or apart) and not even, pad=self.pad, bound=self.bound,
-            rows=None if even else self.rows, count=self.row_count,
+            flat, packed=self.packed and not even, pad=self.pad, bound=self.bound, rows=None if even else rows,
+            count=self.row_count,
         )  # fmt: skip
 
     def of_one_shape(self) -> Loader:
