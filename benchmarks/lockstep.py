@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -39,7 +39,7 @@ def pace() -> Callable[[float], None]:
     return turn
 
 
-def race(commands: dict[str, Sequence[str]], rounds: int, warmup: int = 2) -> dict[str, list[Round]]:
+def race(commands: Mapping[str, Sequence[str]], rounds: int, warmup: int = 2) -> dict[str, list[Round]]:
     """The rounds of each command, taken in turn."""
     workers = {
         name: subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -3,7 +3,7 @@
 python -m benchmarks.training [gpt] [llama] [pairs --pairs FILE]
 
 Both sides run their own loop over their own loader, and what is compared is real tokens per second: padding counts for
-nothing. FILE holds pairs of texts, tab-separated, in its last two columns; it may be compressed.
+nothing. FILE has three columns, tab-separated and without a header: domain, source and target; it may be compressed.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Training against transformers' Trainer, on the CPU.")
     parser.add_argument("names", nargs="*", choices=["gpt", "llama", "pairs"], default=[])
     parser.add_argument("--pairs", help="a tab-separated file: domain, source, target")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="one of them; else what each part is for")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: both, and float32 for pairs")
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}; for pairs 1, a stretch of 50 steps")
     for hidden in ("--worker", "--folder", "--steps"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -227,7 +227,8 @@ def main() -> None:
     for name in options.names or ["gpt", "llama", *(["pairs"] if options.pairs else [])]:
         if name == "pairs" and not options.pairs:
             parser.error("pairs needs --pairs FILE, a tab-separated file of domain, source and target")
-        for dtype in [options.dtype] if options.dtype else ["float32", "bfloat16"]:
+        usual = ["float32"] if name == "pairs" else ["float32", "bfloat16"]
+        for dtype in [options.dtype] if options.dtype else usual:
             if name == "pairs":
                 race_pairs(options.pairs, dtype, options.rounds or 1)
             else:

@@ -24,8 +24,8 @@ from .training.recipe import find_recipe, load_recipe
 CHANGES = (
     "model.d_model=128", "model.d_ff=512", "model.num_encoder_layers=2", "model.num_decoder_layers=2",
     "model.dropout=0.0", "data.corpus_size=100000", "data.max_length=64", "tokenizer.vocab_size=1200",
-    "train.steps=1500", "train.batch_tokens=3072", "train.lr=3e-3", "train.warmup=200", "train.schedule=linear",
-    "train.betas=[0.9, 0.98]", "train.label_smoothing=0.0", "train.eval_every=500", "train.save_every=500",
+    "train.steps=1000", "train.batch_tokens=3072", "train.lr=3e-3", "train.warmup=200", "train.schedule=linear",
+    "train.betas=[0.9, 0.98]", "train.label_smoothing=0.0", "train.eval_every=500", "train.save_every=250",
     "train.log_every=50",
 )  # fmt: skip
 TESTED = 1000

@@ -201,7 +201,8 @@ def plan_epoch(
     """Cut the items into batches of at most `tokens` tokens. The result depends on the seed and the epoch alone.
 
     Grouped by length, items of about the same length stand together: the order is sorted within stretches of a hundred
-    batches, which keeps most of the shuffling, and the batches are shuffled afterwards.
+    batches, upwards and downwards in turn, so that a batch across two stretches is of one length too; this keeps most
+    of the shuffling, and the batches are shuffled afterwards.
     """
     order = items.order(seed, epoch)
     if limit is not None:
@@ -210,8 +211,9 @@ def plan_epoch(
         raise ValueError("there is nothing to train on: no example is long enough; check the data and data.max_length")
     if group:
         stretch = max(1, int(100 * tokens / max(items.lengths.mean(), 1)))
-        keys = items.keys(order) if seed is None else items.keys(order) + (np.arange(len(order)) // stretch << 32)
-        order = order[np.argsort(keys, kind="stable")]
+        part = np.arange(len(order)) // stretch if seed is not None else np.zeros(len(order), np.int64)
+        keys = items.keys(order) * np.where(part % 2, -1, 1)
+        order = order[np.lexsort((keys, part))]
     ends = _cut(items.lengths[order], tokens)
     if seed is None or not group:
         return Plan(order, ends)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Logits held at once: few, yet rows enough for a good matrix product.
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 29}
+CHUNK_ELEMENTS = {"cpu": 48 << 20, "cuda": 1 << 29}
 
 
 def linear_cross_entropy(
@@ -37,7 +37,7 @@ def linear_cross_entropy(
     kind = features.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 1 << 24) // weight.size(0))
+    chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 48 << 20) // weight.size(0))
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         features, weight, bias, labels, smoothing, chunk, dtype, ignored
     )
@@ -114,14 +114,14 @@ def _forward(
 
 def _rows(logits: Tensor, target: Tensor, counted: Tensor, smoothing: float, ignored: bool) -> tuple[Tensor, Tensor]:
     """The summed loss of rows of logits, and softmax minus (1 - smoothing) at the target, in the logits' own type."""
-    largest, place = logits.max(-1, keepdim=True)
+    largest = logits.amax(-1, keepdim=True)
     chosen = logits.gather(-1, target[:, None]).float()
     mean = logits.mean(-1, dtype=torch.float32) if smoothing else None
     probabilities = (
         logits.float().softmax(-1) if logits.dtype != torch.float32 else torch.softmax(logits, -1, out=logits)
     )
     # log Σ exp, from the largest: its probability is at least 1/V and never rounds to nothing.
-    normaliser = largest.float() - probabilities.gather(-1, place).log()
+    normaliser = largest.float() - probabilities.amax(-1, keepdim=True).log()
     losses = normaliser - chosen * (1 - smoothing)
     if mean is not None:
         losses = losses - smoothing * mean[:, None]
@@ -142,7 +142,7 @@ def _accumulate(total: Tensor, errors: Tensor, part: Tensor) -> None:
 @torch.no_grad()
 def correct(features: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int | None = None) -> Tensor:
     """How many rows have their label as the likeliest, by chunks like the loss."""
-    chunk = chunk or max(64, CHUNK_ELEMENTS.get(features.device.type, 1 << 24) // weight.size(0))
+    chunk = chunk or max(64, CHUNK_ELEMENTS.get(features.device.type, 48 << 20) // weight.size(0))
     hits = torch.zeros((), dtype=torch.long, device=features.device)
     for start in range(0, features.size(0), chunk):
         best = F.linear(features[start : start + chunk], weight, bias).argmax(-1)
