@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # Logits held at once: few, yet rows enough for a good matrix product.
-CHUNK_ELEMENTS = {"cpu": 48 << 20, "cuda": 1 << 29}
+CHUNK_ELEMENTS = {"cpu": 1 << 27, "cuda": 1 << 29}
 
 
 def linear_cross_entropy(
@@ -37,7 +37,7 @@ def linear_cross_entropy(
     kind = features.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-    chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 48 << 20) // weight.size(0))
+    chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 1 << 27) // weight.size(0))
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         features, weight, bias, labels, smoothing, chunk, dtype, ignored
     )
@@ -82,7 +82,7 @@ def _forward(
     x, matrix = features.to(dtype), weight.to(dtype)
     loss = torch.zeros((), dtype=torch.float32, device=features.device)
     grad_x = torch.empty_like(x) if wanted[0] else None
-    grad_weight = torch.zeros_like(weight) if wanted[1] else None
+    grad_weight = torch.empty_like(weight) if wanted[1] else None
     grad_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
     # What smoothing takes from every class is the same for every row, and so need not pass through the logits.
     share = smoothing / classes
@@ -103,7 +103,7 @@ def _forward(
             if column_sum is not None:
                 grad_x[start : start + chunk] -= column_sum * counted
         if grad_weight is not None:
-            _accumulate(grad_weight, errors, part)
+            _accumulate(grad_weight, errors, part, first=start == 0)
         if grad_bias is not None:
             grad_bias += errors.sum(0, dtype=grad_bias.dtype) - share * counted.sum()
     if grad_weight is not None and smoothing:
@@ -132,9 +132,11 @@ def _rows(logits: Tensor, target: Tensor, counted: Tensor, smoothing: float, ign
     return (losses * counted).sum(), errors
 
 
-def _accumulate(total: Tensor, errors: Tensor, part: Tensor) -> None:
+def _accumulate(total: Tensor, errors: Tensor, part: Tensor, *, first: bool) -> None:
     if errors.dtype == total.dtype:
-        total.addmm_(errors.t(), part)
+        total.addmm_(errors.t(), part, beta=0 if first else 1)
+    elif first:
+        total.copy_(errors.t() @ part)
     else:
         total += errors.t() @ part
 
@@ -142,7 +144,7 @@ def _accumulate(total: Tensor, errors: Tensor, part: Tensor) -> None:
 @torch.no_grad()
 def correct(features: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int | None = None) -> Tensor:
     """How many rows have their label as the likeliest, by chunks like the loss."""
-    chunk = chunk or max(64, CHUNK_ELEMENTS.get(features.device.type, 48 << 20) // weight.size(0))
+    chunk = chunk or max(64, CHUNK_ELEMENTS.get(features.device.type, 1 << 27) // weight.size(0))
     hits = torch.zeros((), dtype=torch.long, device=features.device)
     for start in range(0, features.size(0), chunk):
         best = F.linear(features[start : start + chunk], weight, bias).argmax(-1)
