@@ -15,6 +15,9 @@ from torch import Tensor
 # Logits held at once: few, yet rows enough for a good matrix product.
 CHUNK_ELEMENTS = {"cpu": 1 << 27, "cuda": 1 << 29}
 
+HAS_ONE_DNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+ONE_DNN = getattr(torch.ops.mkldnn, "_linear_pointwise", None) if HAS_ONE_DNN else None
+
 
 def linear_cross_entropy(
     features: Tensor,
@@ -89,12 +92,9 @@ def _forward(
     column_sum = matrix.sum(0) * share if smoothing else None
     counts = (labels >= 0).to(dtype)[:, None] if ignored else x.new_ones(1, 1).expand(rows, 1)
     labels = labels.clamp(min=0) if ignored else labels
-    buffer = x.new_empty(min(chunk, rows), classes)
     for start in range(0, rows, chunk):
         part, target = x[start : start + chunk], labels[start : start + chunk]
-        logits = torch.mm(part, matrix.t(), out=buffer[: len(part)])
-        if bias is not None:
-            logits += bias.to(dtype)
+        logits = _linear(part, matrix, None if bias is None else bias.to(dtype))
         counted = counts[start : start + chunk]
         losses, errors = _rows(logits, target, counted, smoothing, ignored)
         loss += losses
@@ -110,6 +110,14 @@ def _forward(
         grad_weight -= share * (x * counts).sum(0, dtype=torch.float32)
     ctx.save_for_backward(None if grad_x is None else grad_x.to(features.dtype), grad_weight, grad_bias)
     return loss
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x·weightᵀ + bias. For a wide matrix in float32, oneDNN's product is half as fast again as the usual one."""
+    if x.dtype == torch.float32 and x.device.type == "cpu" and ONE_DNN is not None:
+        out: Tensor = ONE_DNN(x.contiguous(), weight, bias, "none", [], "")
+        return out
+    return F.linear(x, weight, bias)
 
 
 def _rows(logits: Tensor, target: Tensor, counted: Tensor, smoothing: float, ignored: bool) -> tuple[Tensor, Tensor]:
