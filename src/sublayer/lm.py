@@ -14,7 +14,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .data import Tokenizer
 from .generation import generate
-from .generation.generate import Options, stream
+from .generation.generate import make_options, stream
 from .hub import load_model, save_model
 from .hub.download import resolve
 from .hub.tensors import read_json
@@ -84,7 +84,7 @@ class LM:
         options["eos_id"] = _ends(options.get("eos_id")) or self.eos_id
         said: list[int] = []
         shown = ""
-        for token in stream(self.model, ids, Options(max_new_tokens=max_new_tokens, **options), mask=mask):
+        for token in stream(self.model, ids, make_options(max_new_tokens=max_new_tokens, **options), mask=mask):
             said.append(int(token[0]))
             whole = self.tokenizer.decode(said)
             # The bytes of a character may come in several tokens, and a token of one byte may be the first of them.

@@ -43,8 +43,11 @@ class Attention(nn.Module):
         else:
             key, value = self._key_value(x if memory is None else memory, rotary, cache)
         dropout = self.dropout if self.training else 0.0
+        together = query.size(0) // key.size(0) if isinstance(cache, CrossEntry) else 1
+        if together > 1:  # several rows look at one source: they are its queries
+            query = query.unflatten(0, (-1, together)).flatten(1, 2)
         out = self.kernel(query, key, value, mask or Mask(), scale=self.scale, dropout=dropout)
-        return self.output(out.flatten(-2))
+        return self.output(out.reshape(*x.shape[:-1], -1))
 
     def _key_value(
         self, source: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Entry | CrossEntry | None

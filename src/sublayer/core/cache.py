@@ -7,6 +7,7 @@ to step is in tensors: a compiled step is compiled once.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,25 @@ class Cache:
         if self.memory is None:
             raise ValueError("the cache holds no source yet; the first call must give one")
         return self.memory
+
+    def spread(self, times: int) -> Cache:
+        """A cache in which each row stands `times` times. The source is not copied: `times` queries look at one."""
+        out = copy.copy(self)
+        out.lengths = self.lengths.repeat_interleave(times)
+        out.keys = [keys.repeat_interleave(times, 0) for keys in self.keys]
+        out.values = [values.repeat_interleave(times, 0) for values in self.values]
+        return out
+
+    def reorder(self, parents: Tensor) -> None:
+        """Row r becomes a copy of row parents[r]. Only rows that change are copied, and of them only what is filled."""
+        changed = (parents != torch.arange(len(parents), device=parents.device)).nonzero().squeeze(1)
+        if not len(changed):
+            return
+        origin, filled = parents[changed], int(self.lengths.max())
+        self.lengths = self.lengths[parents]
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                tensor[changed, :filled] = tensor[origin, :filled]
 
     def advance(self, layout: Layout) -> None:
         tokens = layout.positions.size(-1) if layout.valid is None else layout.valid.sum(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -13,6 +13,38 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     if penalty == 1.0:
         return logits
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def presence_and_frequency(logits: Tensor, counts: Tensor, presence: float, frequency: float) -> Tensor:
+    """OpenAI's penalties: `presence` off what the answer has, `frequency` for every time it has it; `counts` (B, V)."""
+    return logits - presence * (counts > 0) - frequency * counts
+
+
+def no_repeat_ngrams(logits: Tensor, texts: Sequence[Sequence[int]], size: int) -> Tensor:
+    """Forbid what would complete a run of `size` tokens that a text already has."""
+    logits = logits.clone()
+    for row, text in enumerate(texts):
+        begun = tuple(text[len(text) - size + 1 :]) if size > 1 else ()
+        runs = zip(*(text[shift:] for shift in range(size)), strict=False)
+        banned = [run[-1] for run in runs if run[:-1] == begun] if len(text) >= size - 1 else []
+        logits[row, banned] = -torch.inf
+    return logits
+
+
+def bias(logits: Tensor, amounts: Mapping[int, float]) -> Tensor:
+    """Add to the logits of some tokens; -inf forbids one."""
+    if not amounts:
+        return logits
+    logits = logits.clone()
+    logits[:, list(amounts)] += torch.tensor(list(amounts.values()), device=logits.device, dtype=logits.dtype)
+    return logits
+
+
+def force(logits: Tensor, token: int) -> Tensor:
+    """Leave one token only."""
+    out = torch.full_like(logits, -torch.inf)
+    out[:, token] = 0.0
+    return out
 
 
 def temperature(logits: Tensor, value: float) -> Tensor:
@@ -32,6 +64,17 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     keep = before < p
     keep[..., 0] = True
     return logits.masked_fill(~torch.zeros_like(keep).scatter(-1, order, keep), -torch.inf)
+
+
+def typical(logits: Tensor, p: float) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the expected one, until they add up to p (Meister et al. 2022)."""
+    logs = logits.log_softmax(-1)
+    probabilities = logs.exp()
+    expected = -(probabilities * logs.masked_fill(probabilities == 0, 0.0)).sum(-1, keepdim=True)
+    distance = (-logs - expected).abs()
+    ordered, order = distance.sort()
+    needed = (probabilities.gather(-1, order).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=logits.size(-1) - 1)
+    return logits.masked_fill(distance > ordered.gather(-1, needed), -torch.inf)
 
 
 def min_p(logits: Tensor, p: float) -> Tensor:

@@ -1,0 +1,131 @@
+"""How to choose tokens and when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig, unknown
+from ..models import Model
+from . import sampling
+from .session import Session
+
+LENGTH_FORMS = ("power", "gnmt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Ids left at None are those of the model's configuration, and of the generation settings it came with."""
+
+    max_new_tokens: int
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    length_form: str = "power"  # Σ log p / n^α; "gnmt": / ((5 + n) / 6)^α
+    early_stopping: bool | str = False  # or "never"
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngrams: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    suppress: Sequence[int] = ()
+    forced_first: int | None = None  # the answer begins with this token
+    forced_last: int | None = None  # and ends with this one, if nothing else ends it in time
+    eos_id: int | Sequence[int] | None = None
+    pad_id: int | None = None
+    start_id: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, fine, rule in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("num_beams", self.num_beams >= 1, "at least 1"),
+            ("early_stopping", self.early_stopping in (True, False, "never"), "True, False or 'never'"),
+            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or more"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("typical_p", self.typical_p is None or 0 < self.typical_p <= 1, "above 0 and at most 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 changes nothing)"),
+            ("no_repeat_ngrams", self.no_repeat_ngrams >= 0, "0 (off) or the length of a run"),
+        ):
+            if not fine:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
+        if self.length_form not in LENGTH_FORMS:
+            raise ValueError(unknown("length_form", self.length_form, LENGTH_FORMS))
+        if self.num_beams > 1 and self.temperature:
+            raise ValueError(f"num_beams is {self.num_beams} and temperature {self.temperature}; beams do not sample")
+
+
+def ends_of(config: ModelConfig, options: Options) -> list[int]:
+    eos = config.eos_id if options.eos_id is None else options.eos_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def pad_of(config: ModelConfig, options: Options) -> int:
+    pad = config.pad_id if options.pad_id is None else options.pad_id
+    ends = ends_of(config, options)
+    return pad if pad is not None else ends[0] if ends else 0
+
+
+def adjuster(model: Model, session: Session, options: Options) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function from logits (rows, V) and the new tokens so far (rows, n) to logits that heed the options."""
+    said = model.generation
+    first = _token(said, "forced_bos_token_id") if options.forced_first is None else options.forced_first
+    last = _token(said, "forced_eos_token_id") if options.forced_last is None else options.forced_last
+    banned = [*options.suppress, *_single_words(said.get("bad_words_ids"))]
+    amounts = dict(options.logit_bias) | dict.fromkeys(banned, -float("inf"))
+    outside = [token for token in amounts if not 0 <= token < model.config.output_vocab_size]
+    if outside:
+        raise ValueError(f"token {outside[0]} is not among the {model.config.output_vocab_size} of the model")
+
+    def adjust(scores: Tensor, new: Tensor) -> Tensor:
+        times = len(new) // len(session.said)
+        if options.repetition_penalty != 1.0:
+            seen = _counts(scores, session.said, session.real).repeat_interleave(times, 0) + _counts(scores, new)
+            scores = sampling.repetition_penalty(scores, seen > 0, options.repetition_penalty)
+        if options.no_repeat_ngrams:
+            prompts = [row[real].tolist() for row, real in zip(session.said, session.real, strict=True)]
+            texts = [prompts[number // times] + row for number, row in enumerate(new.tolist())]
+            scores = sampling.no_repeat_ngrams(scores, texts, options.no_repeat_ngrams)
+        if options.presence_penalty or options.frequency_penalty:
+            counts = _counts(scores, new)
+            scores = sampling.presence_and_frequency(
+                scores, counts, options.presence_penalty, options.frequency_penalty
+            )
+        scores = sampling.bias(scores, amounts)
+        if first is not None and new.size(1) == 0 and session.said.size(1) == 1:
+            scores = sampling.force(scores, first)
+        if last is not None and new.size(1) == options.max_new_tokens - 1:
+            scores = sampling.force(scores, last)
+        return scores
+
+    return adjust
+
+
+def _counts(scores: Tensor, tokens: Tensor, real: Tensor | None = None) -> Tensor:
+    """(rows, V): how often each token occurs."""
+    weight = torch.ones_like(tokens, dtype=scores.dtype) if real is None else real.to(scores.dtype)
+    out = torch.zeros(len(tokens), scores.size(-1), dtype=scores.dtype, device=scores.device)
+    return out.scatter_add_(-1, tokens, weight)
+
+
+def _token(said: Mapping[str, Any], name: str) -> int | None:
+    value = said.get(name)
+    value = value[0] if isinstance(value, list) and value else value
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _single_words(words: Any) -> list[int]:
+    """Forbidden words of one token, as Marian's checkpoints forbid padding."""
+    if not isinstance(words, list):
+        return []
+    return [word[0] for word in words if isinstance(word, list) and len(word) == 1 and isinstance(word[0], int)]
