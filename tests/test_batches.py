@@ -208,7 +208,8 @@ def contents(batch: Batch) -> list[tuple[tuple[int, ...], ...]]:
         out.append([tuple(part.tolist()) for part in parts])
     labels = batch.labels.split(batch.lengths[names[-1]].tolist()) if batch.packed else batch.labels
     out.append([tuple(row.tolist()[: len(shown)]) for row, shown in zip(labels, out[-1], strict=True)])
-    return list(zip(*out, strict=True))
+    # What fills a row up is nobody's: nothing is to be learned from it.
+    return [example for example in zip(*out, strict=True) if any(label != IGNORE for label in example[-1])]
 
 
 def loader_of(tmp_path: Path, objective: str = "sequence-to-sequence", **changes: Any) -> Loader:
