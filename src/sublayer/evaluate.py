@@ -65,11 +65,17 @@ class Evaluator:
         with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.recipe.train.dtype == "bfloat16"):
             produced = [self.tokenizer.decode(ids) for ids in write(model, sources, limit)]
         expected = [self.tokenizer.decode(row["target"].tolist()) for row in rows]
-        shown = [self.tokenizer.decode(row["source"].tolist()) for row in rows]
+        shown = [self._source(row["source"].tolist()) for row in rows]
         self.samples = [
             Sample(source=s, expected=e, produced=p) for s, e, p in zip(shown, expected, produced, strict=True)
         ][:24]
         return compare(produced, expected)
+
+    def _source(self, ids: list[int]) -> str:
+        """With the language it asks for, and without the ends that the tokenizer put around it."""
+        assert self.tokenizer is not None
+        frame = {*self.context.words.frame[0], *self.context.words.frame[1]}
+        return self.tokenizer.decode([token for token in ids if token not in frame], skip_special=False)
 
     @torch.no_grad()
     def picture(self, model: Model, count: int = 4) -> None:
@@ -84,7 +90,7 @@ class Evaluator:
                 weights = cross_attention(model, source, target)
                 rows, columns = ([_show(self.tokenizer, token) for token in ids] for ids in (target, source))
                 self.attention.append(
-                    AttentionPicture(title=self.tokenizer.decode(source), rows=rows, columns=columns, weights=weights)
+                    AttentionPicture(title=self._source(source), rows=rows, columns=columns, weights=weights)
                 )
 
 

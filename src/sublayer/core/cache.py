@@ -24,13 +24,14 @@ class Entry:
     keys: Tensor  # (B, capacity + 1, K, E)
     values: Tensor
     slots: Tensor  # (B, T): where the new tokens go
+    reach: int  # slots that are read
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values (B, T, K, E); give back all of them (B, capacity, K, E)."""
+        """Store the new keys and values (B, T, K, E); give back those so far (B, reach, K, E)."""
         rows = torch.arange(self.slots.size(0), device=self.slots.device)[:, None]
         self.keys[rows, self.slots] = key.to(self.keys.dtype)
         self.values[rows, self.slots] = value.to(self.values.dtype)
-        return self.keys[:, :-1].to(key.dtype), self.values[:, :-1].to(value.dtype)
+        return self.keys[:, : self.reach].to(key.dtype), self.values[:, : self.reach].to(value.dtype)
 
 
 @dataclass
@@ -76,7 +77,13 @@ class Cache:
         self.cross = [CrossEntry() for _ in layers]
         self.memory: Layout | None = None
 
-    def entries(self, layout: Layout) -> list[Entry]:
+    def reach(self, layout: Layout) -> int:
+        """Slots that a step reads: those filled by then, or, where shapes must not change with the step, all."""
+        if layout.positions.device.type != "cpu" or not may_look(layout.positions):
+            return self.capacity
+        return min(int(layout.positions.max()) + 1, self.capacity)
+
+    def entries(self, layout: Layout, reach: int) -> list[Entry]:
         """One for each layer, for a step over tokens of this layout."""
         slots = layout.positions
         real = slots if layout.valid is None else slots * layout.valid
@@ -87,7 +94,7 @@ class Cache:
             )
         if layout.valid is not None:
             slots = torch.where(layout.valid, slots, self.capacity)
-        return [Entry(keys, values, slots) for keys, values in zip(self.keys, self.values, strict=True)]
+        return [Entry(keys, values, slots, reach) for keys, values in zip(self.keys, self.values, strict=True)]
 
     def remember(self, memory: Layout | None) -> Layout:
         """The layout of the source: that of this call, or that of the call which brought it."""
@@ -114,6 +121,25 @@ class Cache:
         for tensors in (self.keys, self.values):
             for tensor in tensors:
                 tensor[changed, :filled] = tensor[origin, :filled]
+
+    def rows(self, start: int, stop: int, capacity: int | None = None) -> Cache:
+        """Some rows as a cache of their own, in this one's memory: what a step writes there, it writes here.
+
+        A smaller `capacity`, no less than what any of the rows holds, spares attention the slots behind it; the first
+        of these takes the padding.
+        """
+        out = copy.copy(self)
+        out.capacity = self.capacity if capacity is None else min(capacity, self.capacity)
+        out.lengths = self.lengths[start:stop]
+        out.keys = [keys[start:stop, : out.capacity + 1] for keys in self.keys]
+        out.values = [values[start:stop, : out.capacity + 1] for values in self.values]
+        return out
+
+    def clear(self, row: int) -> None:
+        """Forget a row. Its memory is zeroed: a mask hides old values, but not one that is infinite or no number."""
+        self.lengths[row] = 0
+        for tensor in (*self.keys, *self.values):
+            tensor[row].zero_()
 
     def advance(self, layout: Layout) -> None:
         tokens = layout.positions.size(-1) if layout.valid is None else layout.valid.sum(1)

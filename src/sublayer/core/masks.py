@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from .layout import Layout, Packing
+from .layout import Layout, Packing, may_look
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def visible(
 def self_mask(
     layout: Layout, *, causal: bool, window: int | None = None, bias: nn.Module | None = None, slots: int | None = None
 ) -> Mask:
-    """For tokens that look at their own sequence; `slots` is the capacity of the cache that holds it, if one does."""
+    """For tokens that look at their own sequence; `slots` are those read of the cache that holds it, if one does."""
     if layout.packing is not None and layout.packing.row is not None:
         return row_mask(layout, layout, causal=causal, window=window, bias=bias)
     if layout.packing is not None:
@@ -72,6 +72,9 @@ def self_mask(
     if slots is not None:
         # A cache holds real tokens only, each in the slot of its position: what is not later is there and real.
         queries, keys, valid = layout.positions, torch.arange(slots, device=layout.positions.device), None
+        if queries.device.type == "cpu" and window is None and bias is None and may_look(queries):
+            if queries.size(-1) == 1 and bool((queries == slots - 1).all()):
+                return Mask()  # one new token in every row, and all that is read came before it
     else:
         keys = torch.arange(layout.positions.size(-1), device=layout.positions.device)
         queries, valid = keys, layout.valid

@@ -42,13 +42,13 @@ class Stack(nn.Module):
         x = self.embeddings(inputs, layout, token_types)  # (B, T, D) or (N, D)
         layout = layout or Layout.of(x)
         rotary = None if self.rotary is None else self.rotary(layout)
-        slots = None if cache is None else cache.capacity
+        slots = None if cache is None else cache.reach(layout)
         masks = {
             window: self_mask(layout, causal=self.causal, window=window, bias=self.bias, slots=slots)
             for window in set(self.windows)
         }
         memory_mask = None if memory_layout is None else cross_mask(layout, memory_layout)
-        entries = [None] * len(self.blocks) if cache is None else cache.entries(layout)
+        entries = [None] * len(self.blocks) if cache is None else cache.entries(layout, slots or 0)
         crosses = [None] * len(self.blocks) if cache is None else cache.cross
         for block, window, entry, cross in zip(self.blocks, self.windows, entries, crosses, strict=True):
             x = block(x, layout.valid, masks[window], rotary, entry, memory, memory_mask, cross)
