@@ -112,7 +112,7 @@ update = Trainer._update
 def signalled(self):
     if self.state.step == 4 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
-    update(self)
+    return update(self)
 Trainer._update = signalled
 from sublayer.cli import main
 sys.exit(main(sys.argv[1:]))
