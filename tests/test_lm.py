@@ -12,6 +12,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -266,6 +268,115 @@ def test_pieces_of_bytes_are_whole_characters(tmp_path):
     pieces = check_pieces(lm, "a", len(ids) + 2)
     assert "".join(pieces) == tokenizer.decode(ids)
     assert "".join(pieces).startswith(" the\n🚀a the")
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory: Any) -> Any:
+    """It says TEXT, whatever it reads; a piece of it is often part of a character, or several of them."""
+    tokenizer = byte_pairs()
+    return sublayer.load(reciter(tmp_path_factory.mktemp("parrot"), tokenizer, tokenizer(TEXT).input_ids))
+
+
+def stopped(text: str, stops: list[str]) -> str:
+    """Read character by character, until what was read ends with a stop string."""
+    for place in range(1, len(text) + 1):
+        if ending := [stop for stop in stops if text[:place].endswith(stop)]:
+            return text[: place - max(map(len, ending))]
+    return text
+
+
+PARTS = st.builds(lambda start, size: TEXT[start : start + size], st.integers(0, len(TEXT) - 1), st.integers(1, 6))
+
+
+@given(stops=st.lists(PARTS | st.text("今天is naïve🚀.", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_an_answer_ends_before_its_stop_strings(stops, parrot):
+    expected = stopped(TEXT, stops)
+    assert parrot.generate("T", max_new_tokens=50, stop=stops) == expected
+    pieces = list(parrot.stream("T", max_new_tokens=50, stop=stops))
+    assert "".join(pieces) == expected and all(pieces)
+    detail = parrot.generate_details("T", max_new_tokens=50, stop=stops)[0]
+    assert (detail.text, detail.finish_reason) == (expected, "stop")
+    assert stopped(parrot.tokenizer.decode(detail.ids), stops) == expected
+
+
+def test_rows_of_a_list_stop_apart(parrot):
+    prompts = ["T", "今天"]  # the second begins later in the text
+    whole = parrot.generate(prompts, max_new_tokens=50)
+    for stop in ("is", "天", "🙂 n", "."):
+        assert parrot.generate(prompts, max_new_tokens=50, stop=stop) == [stopped(text, [stop]) for text in whole]
+
+
+def test_a_special_token_is_a_stop_string_too(tmp_path):
+    tokenizer = byte_pairs()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    said = tokenizer("one<|turn|>two").input_ids
+    lm = sublayer.load(reciter(tmp_path, tokenizer, said))
+    assert lm.generate("T") == "onetwo"
+    assert lm.generate("T", stop=["<|turn|>", "never"]) == "one" == "".join(lm.stream("T", stop="<|turn|>"))
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [1], 5])
+def test_stop_strings_are_strings(stop, parrot):
+    if stop == "":
+        assert parrot.generate("T", max_new_tokens=50, stop=stop) == TEXT  # no stop string at all
+    else:
+        assert "stop" in refusal(lambda: parrot.generate("T", stop=stop))
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_beams_are_those_of_transformers(kind, request):
+    folder = request.getfixturevalue(kind)
+    tokenizer, model, lm = AutoTokenizer.from_pretrained(folder), read(GENERATORS[kind], folder), sublayer.load(folder)
+    for text in PROMPTS:
+        inputs = tokenizer(text, return_tensors="pt").to(model.device)
+        new = model.generate(
+            input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, num_beams=3, do_sample=False,
+            max_new_tokens=10,
+        )  # fmt: skip
+        expected = words(folder, [new[0, inputs.input_ids.size(1) if kind == "gpt2" else 1 :].tolist()])[0]
+        assert lm.generate(text, num_beams=3, max_new_tokens=10) == expected
+        assert list(lm.stream(text, num_beams=3, max_new_tokens=10)) == [expected]
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_details_tell_what_the_model_thought(kind, request):
+    folder = request.getfixturevalue(kind)
+    tokenizer, model, lm = AutoTokenizer.from_pretrained(folder), read(GENERATORS[kind], folder), sublayer.load(folder)
+    rows = their_answers(folder, kind, PROMPTS, 9)
+    found = lm.generate_details(PROMPTS, max_new_tokens=9, top=3)
+    for text, row, detail in zip(PROMPTS, rows, found, strict=True):
+        assert detail.ids == row and detail.text == words(folder, [row])[0]
+        assert detail.finish_reason == ("stop" if row[-1] in lm.eos_id else "length")
+        ids, new = tokenizer(text, return_tensors="pt").input_ids.to(model.device), torch.tensor([row])
+        with torch.no_grad():
+            if kind == "gpt2":
+                logits = model(torch.cat([ids, new], 1)).logits[0, ids.size(1) - 1 : -1]
+            else:
+                logits = model(ids, decoder_input_ids=torch.cat([new.new_zeros(1, 1), new[:, :-1]], 1)).logits[0]
+        best = logits.log_softmax(-1).topk(3)
+        assert [[token for token, _ in place] for place in detail.top] == best.indices.tolist()
+        assert [[p for _, p in place] for place in detail.top] == [
+            pytest.approx(p, abs=1e-4) for p in best.values.tolist()
+        ]
+        assert detail.logprobs == pytest.approx([place[0][1] for place in detail.top])  # greedy: the best was taken
+    sampled = lm.generate_details(PROMPTS[0], max_new_tokens=9, temperature=1.5, seed=1)[0]
+    assert len(sampled.logprobs) == len(sampled.ids) and not sampled.top and max(sampled.logprobs) <= 0
+    assert lm.generate_details(PROMPTS[0], max_new_tokens=9, top=None)[0].logprobs == []
+    assert "top is" in refusal(lambda: lm.generate_details("a", top=9999))
+
+
+def test_an_answer_is_as_long_as_there_is_room_for(gpt2):
+    lm = sublayer.load(gpt2)
+    prompt = "a" * 90
+    detail = lm.generate_details(prompt, eos_id=299)[0]
+    assert len(lm.tokenizer.encode(prompt)) + len(detail.ids) == lm.config.max_positions
+    assert "positions" in refusal(lambda: lm.generate(prompt, max_new_tokens=50))
+
+
+def test_why_an_answer_ended(parrot):
+    length = len(parrot.tokenizer.encode(TEXT))
+    reasons = [parrot.generate_details("T", max_new_tokens=n)[0].finish_reason for n in (1, length, length + 1)]
+    assert reasons == ["length", "length", "stop"]
 
 
 def sentence_vectors(folder: Path, texts: list[str], pooling: str = "mean") -> torch.Tensor:

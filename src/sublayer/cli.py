@@ -8,14 +8,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from . import __version__
 from .presets import preset, presets
-
-if TYPE_CHECKING:
-    from .lm import LM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,22 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--json", action="store_true", help="print JSON instead of a table")
     verb.set_defaults(run=_presets)
 
-    verb = verbs.add_parser("generate", help="continue a text, or answer a source, as it comes")
-    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run, or a .gguf file")
-    verb.add_argument("prompt", nargs="?", help="the text; otherwise each line of standard input is one")
-    verb.add_argument("--max-new-tokens", type=int, default=128, help="(%(default)s)")
-    verb.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
-    verb.add_argument("--top-k", type=int)
-    verb.add_argument("--top-p", type=float)
-    verb.add_argument("--seed", type=int)
-    verb.set_defaults(run=_generate)
-
-    verb = verbs.add_parser("translate", help="translate texts with an encoder-decoder")
-    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run")
-    verb.add_argument("text", nargs="*", help="the texts; otherwise each line of standard input is one")
-    verb.add_argument("--to", metavar="LANGUAGE", help="the language token the source begins with, such as de")
-    verb.add_argument("--max-new-tokens", type=int, help="of each translation (as many as the model has positions for)")
-    verb.set_defaults(run=_translate)
+    _text_verbs(verbs)
+    _serve_verb(verbs)
 
     verb = verbs.add_parser("convert", help="write a checkpoint in another form: Hugging Face folder or GGUF file")
     verb.add_argument("source", help="a folder in Hugging Face's format, a .gguf file, or a name on the hub")
@@ -121,6 +104,76 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--json", action="store_true", help="print the summary as JSON")
     verb.set_defaults(run=_convert)
     return parser
+
+
+def _text_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
+    verb = verbs.add_parser("generate", help="continue a text, answer a source, or hold a conversation, as it comes")
+    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run, or a .gguf file")
+    verb.add_argument("prompt", nargs="?", help="the text; otherwise each line of standard input is one")
+    verb.add_argument("--chat", action="store_true", help="a conversation, by the model's own template")
+    verb.add_argument("--system", metavar="TEXT", help="with --chat: how to answer")
+    verb.add_argument(
+        "--batch", nargs=2, metavar=("IN", "OUT"),
+        help='answer each line of IN, {"prompt": …} or {"messages": …}, in a line of OUT; again, it goes on',
+    )  # fmt: skip
+    verb.add_argument("--max-new-tokens", type=int, help="(128; 512 in a conversation)")
+    verb.add_argument(
+        "--stop", action="append", metavar="TEXT", help="the answer ends before this; several may be given"
+    )
+    verb.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
+    verb.add_argument("--top-k", type=int)
+    verb.add_argument("--top-p", type=float)
+    verb.add_argument("--min-p", type=float)
+    verb.add_argument("--repetition-penalty", type=float)
+    verb.add_argument("--seed", type=int)
+    _beams(verb)
+    verb.add_argument("--json", action="store_true", help="each answer as JSON, with its log-probabilities")
+    verb.set_defaults(run=_generate)
+
+    verb = verbs.add_parser("translate", help="translate texts with an encoder-decoder")
+    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run")
+    verb.add_argument("text", nargs="*", help="the texts; otherwise each line of standard input is one")
+    verb.add_argument("--to", metavar="LANGUAGE", help="the language token the source begins with, such as de")
+    verb.add_argument("--max-new-tokens", type=int, help="of each translation (as many as the model has positions for)")
+    verb.add_argument("--input", metavar="FILE", help="translate each line of a file")
+    verb.add_argument("--output", metavar="FILE", help="write the translations there")
+    _beams(verb)
+    verb.set_defaults(run=_translate)
+
+    verb = verbs.add_parser("evaluate", help="measure a model on data: BLEU and chrF, perplexity, or accuracy")
+    verb.add_argument("model", help="a folder in Hugging Face's format, such as DIR/model of a run")
+    verb.add_argument("--data", required=True, metavar="FILE", help="text, TSV, CSV, JSONL or Parquet")
+    verb.add_argument("--source", metavar="COLUMN", help="what the model reads (source; text)")
+    verb.add_argument("--target", metavar="COLUMN", help="what is right (target; label)")
+    verb.add_argument("--domain", metavar="COLUMN", help="measure the texts of each domain by themselves too")
+    verb.add_argument("--metric", action="append", help="only this one; several may be given")
+    verb.add_argument("--limit", type=int, metavar="N", help="the first N rows only; of plain text, pieces of 64 KB")
+    verb.add_argument("--max-new-tokens", type=int, help="of each text it writes")
+    _beams(verb)
+    verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.set_defaults(run=_evaluate)
+
+
+def _serve_verb(verbs: argparse._SubParsersAction[Parser]) -> None:
+    verb = verbs.add_parser("serve", help="answer many clients at once, through OpenAI's interface over HTTP")
+    verb.add_argument("model", nargs="+", help="a folder, served under its name, or NAME=FOLDER")
+    verb.add_argument("--host", default="127.0.0.1", help="the address to listen on (%(default)s: this machine only)")
+    verb.add_argument("--port", type=int, default=8000, help="(%(default)s)")
+    verb.add_argument("--max-batch", type=int, default=16, metavar="N", help="answers under way at once (%(default)s)")
+    verb.add_argument(
+        "--max-tokens-cached", type=int, metavar="N", help="in all answers under way together (2048 for each)"
+    )
+    verb.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait (%(default)s)")
+    verb.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for one answer (%(default)s)")
+    verb.add_argument("--api-key", metavar="KEY", help="what clients must show; better, the variable SUBLAYER_API_KEY")
+    verb.add_argument("--device", help="cpu, cuda …")
+    verb.add_argument("--dtype", help="float32, bfloat16 or float16; otherwise that of the folder")
+    verb.set_defaults(run=_serve)
+
+
+def _beams(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--num-beams", type=int, metavar="N", help="search with N beginnings at once (1: none)")
+    verb.add_argument("--length-penalty", type=float, help="with beams: above 1 prefers longer answers (1)")
 
 
 def _convert(options: argparse.Namespace) -> None:
@@ -144,41 +197,32 @@ def _demo(options: argparse.Namespace) -> int:
     return run(options.out, options.settings)
 
 
-def _generate(options: argparse.Namespace) -> None:
-    from .lm import load
+def _generate(options: argparse.Namespace) -> int:
+    from .text_verbs import generate
 
-    lm = load(options.model)
-    wanted = dict(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
-    wanted |= dict(top_k=options.top_k, top_p=options.top_p, seed=options.seed)
-    for text in [options.prompt] if options.prompt is not None else _lines():
-        for piece in lm.stream(text, **wanted):
-            print(piece, end="", flush=True)
-        print()
+    return generate(options)
 
 
-def _translate(options: argparse.Namespace) -> None:
-    from .lm import load
+def _translate(options: argparse.Namespace) -> int:
+    from .text_verbs import translate
 
-    lm = load(options.model)
-    if lm.config.shape != "encoder-decoder":
-        raise ValueError(f"translate needs an encoder-decoder; {options.model} is a {lm.config.shape}")
-    token = f"<{options.to}>" if options.to else ""
-    if token and lm.tokenizer.id_of(token) is None:
-        raise ValueError(f"the model has no token {token}; --to names a language it was trained to write")
-    for text in options.text or _lines():
-        print(lm.generate(f"{token} {text}".lstrip(), max_new_tokens=_room(lm, options.max_new_tokens)), flush=True)
+    return translate(options)
 
 
-def _room(lm: LM, wanted: int | None) -> int:
-    """As many tokens as were asked for; otherwise as many as the model has positions for."""
-    return wanted or min(lm.config.max_positions, 256)
+def _evaluate(options: argparse.Namespace) -> int:
+    from .text_verbs import evaluate
+
+    return evaluate(options)
 
 
-def _lines() -> Iterator[str]:
-    """The lines of standard input, one text each."""
-    for line in sys.stdin:
-        if line.strip():
-            yield line.rstrip("\n")
+def _serve(options: argparse.Namespace) -> None:
+    from .serving import Limits, serve
+
+    limits = Limits(max_batch=options.max_batch, max_tokens_cached=options.max_tokens_cached, queue=options.queue)
+    serve(
+        options.model, host=options.host, port=options.port, limits=limits, timeout=options.timeout,
+        api_key=options.api_key, device=options.device, dtype=options.dtype,
+    )  # fmt: skip
 
 
 def _presets(options: argparse.Namespace) -> None:

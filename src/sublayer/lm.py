@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
@@ -13,18 +15,21 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .data import Tokenizer
-from .generation import generate
-from .generation.generate import make_options, stream
+from .data.chat import Message, find_template, render, special_tokens
+from .generation.generate import make_options, search, stream
+from .generation.options import Options
+from .generation.session import check, start_of
 from .hub import load_model, save_model
 from .hub.download import resolve
 from .hub.tensors import read_json
-from .models import Encoder, Model
+from .models import Decoder, Encoder, EncoderDecoder, Model
 
 # What a folder says beside the model and its tokenizer: where answers end, and how sentences are pooled.
 KEPT = (
     "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json",
     "1_Pooling/config.json",
 )  # fmt: skip
+USUAL, USUAL_CHAT = 128, 512  # new tokens of an answer at most, where nobody says how many
 
 
 def load(
@@ -37,8 +42,20 @@ def load(
         from .hub.gguf import read_gguf
         from .hub.gguf_tokenizer import tokenizer_from_gguf
 
-        return LM(model, Tokenizer(tokenizer_from_gguf(read_gguf(path).metadata)))
+        metadata = read_gguf(path).metadata
+        return LM(model, Tokenizer(tokenizer_from_gguf(metadata), _gguf_settings(metadata)))
     return LM(model, Tokenizer.load(path), path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Detail:
+    """An answer with what is known about it. Probabilities are the model's own, before temperature and penalties."""
+
+    ids: list[int]  # the token that ended it included
+    text: str
+    finish_reason: str  # "stop": it came to an end, or to a stop string; "length": there was no room for more
+    logprobs: list[float] = field(default_factory=list)  # of each id
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # in each place the likeliest ids, best first
 
 
 class LM:
@@ -65,35 +82,102 @@ class LM:
             (Path(folder) / name).write_bytes(content)
 
     @overload
-    def generate(self, text: str, *, max_new_tokens: int = ..., **options: Any) -> str: ...
+    def generate(self, text: str, *, max_new_tokens: int | None = ..., **options: Any) -> str: ...
     @overload
-    def generate(self, text: list[str], *, max_new_tokens: int = ..., **options: Any) -> list[str]: ...
-    def generate(self, text: str | list[str], *, max_new_tokens: int = 128, **options: Any) -> str | list[str]:
-        """What the model says next, or, for an encoder-decoder, its answer to the source; a list gives a list."""
-        ids, mask = self._batch([text] if isinstance(text, str) else text)
-        ends = options["eos_id"] = _ends(options.get("eos_id")) or self.eos_id
-        new = generate(self.model, ids, mask=mask, max_new_tokens=max_new_tokens, **options).tolist()
-        # What fills a row after its end may be an ordinary token, and is not part of the answer.
-        lengths = [next((n for n, token in enumerate(row, 1) if token in ends), len(row)) for row in new]
-        texts = [self.tokenizer.decode(row[:length]) for row, length in zip(new, lengths, strict=True)]
+    def generate(self, text: list[str], *, max_new_tokens: int | None = ..., **options: Any) -> list[str]: ...
+    def generate(self, text: str | list[str], *, max_new_tokens: int | None = None, **options: Any) -> str | list[str]:
+        """What the model says next, or, for an encoder-decoder, its answer to the source; a list gives a list.
+
+        The answer ends before the first of the strings `stop`, if it comes to one, or after `max_new_tokens`: unless
+        told otherwise 128, or as many as the model has room for. The other options are those of `sublayer.generate`:
+        num_beams, temperature, top_p, seed …
+        """
+        prompts = self.tokenizer.encode_batch([text] if isinstance(text, str) else text)
+        texts = [answer.text for answer in self._answers(prompts, max_new_tokens=max_new_tokens, **options)]
         return texts[0] if isinstance(text, str) else texts
 
-    def stream(self, text: str, *, max_new_tokens: int = 128, **options: Any) -> Iterator[str]:
-        """The same text as `generate`, in pieces as they come, never half a character."""
-        ids, mask = self._batch([text])
-        options["eos_id"] = _ends(options.get("eos_id")) or self.eos_id
-        said: list[int] = []
-        shown = ""
-        for token in stream(self.model, ids, make_options(max_new_tokens=max_new_tokens, **options), mask=mask):
-            said.append(int(token[0]))
-            whole = self.tokenizer.decode(said)
-            # The bytes of a character may come in several tokens, and a token of one byte may be the first of them.
-            if len(whole) > len(shown) and not whole.endswith("�") and not self.tokenizer.is_byte(said[-1]):
-                yield whole[len(shown) :]
-                shown = whole
-        rest = self.tokenizer.decode(said)[len(shown) :]
-        if rest:
-            yield rest
+    def stream(self, text: str, *, max_new_tokens: int | None = None, **options: Any) -> Iterator[str]:
+        """The same text as `generate`, in pieces as they come, never half a character. Beams come in one piece."""
+        yield from self._pieces(self.tokenizer.encode(text), max_new_tokens=max_new_tokens, **options)
+
+    def generate_details(
+        self, text: str | list[str], *, top: int | None = 0, max_new_tokens: int | None = None, **options: Any
+    ) -> list[Detail]:
+        """The answer to each text, with its tokens, their log-probabilities and why it ended.
+
+        `top` asks for the likeliest tokens in each place too; None leaves all probabilities out, which saves reading
+        each answer once more.
+        """
+        prompts = self.tokenizer.encode_batch([text] if isinstance(text, str) else text)
+        return self._details(prompts, top, max_new_tokens=max_new_tokens, **options)
+
+    def chat(
+        self, messages: Sequence[Message], *, tools: Any = None, max_new_tokens: int | None = None, **options: Any
+    ) -> str:
+        """The answer to a conversation [{"role": "user", "content": "…"}, …], put as the checkpoint's template says."""
+        prompt = self._conversation(messages, tools)
+        return self._answers([prompt], USUAL_CHAT, max_new_tokens=max_new_tokens, **options)[0].text
+
+    def stream_chat(
+        self, messages: Sequence[Message], *, tools: Any = None, max_new_tokens: int | None = None, **options: Any
+    ) -> Iterator[str]:
+        """The same text as `chat`, in pieces as they come."""
+        yield from self._pieces(
+            self._conversation(messages, tools), USUAL_CHAT, max_new_tokens=max_new_tokens, **options
+        )
+
+    def chat_details(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Any = None,
+        top: int | None = 0,
+        max_new_tokens: int | None = None,
+        **options: Any,
+    ) -> Detail:
+        """The same text as `chat`, with what `generate_details` tells."""
+        prompt = self._conversation(messages, tools)
+        return self._details([prompt], top, usual=USUAL_CHAT, max_new_tokens=max_new_tokens, **options)[0]
+
+    def chat_prompt(self, messages: Sequence[Message], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
+        """A conversation as the text that the model reads."""
+        settings = self.tokenizer.settings
+        template = find_template(settings, self.tokenizer.folder, tools=bool(tools))
+        if template is None:
+            raise ValueError(
+                f"{self.folder or 'the model'} has no chat template (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); it was not made for conversations: use generate"
+            )
+        return render(
+            template, messages, special=special_tokens(settings), add_generation_prompt=add_generation_prompt,
+            tools=tools or None,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def logprobs(
+        self, prompt: Sequence[int], answer: Sequence[int], top: int = 0, start_id: int | None = None
+    ) -> tuple[list[float], list[list[tuple[int, float]]]]:
+        """How likely the model finds each token of an answer after those before, and the `top` likeliest instead."""
+        ids = torch.tensor([[*prompt]], device=self.model.device)
+        check(self.model, ids, None)
+        said = torch.tensor([*answer], device=self.model.device)
+        if isinstance(self.model, Decoder):
+            features = self.model.features(torch.cat([ids[0], said[:-1]])[None])[0, len(prompt) - 1 :]
+        else:
+            assert isinstance(self.model, EncoderDecoder)
+            first = said.new_tensor([start_of(self.config, start_id)])
+            features = self.model.features(ids, torch.cat([first, said[:-1]])[None])[0]
+        if not 0 <= top <= self.config.output_vocab_size:
+            raise ValueError(f"top is {top}; it must be between 0 and the {self.config.output_vocab_size} tokens")
+        values: list[float] = []
+        best: list[list[tuple[int, float]]] = []
+        for start in range(0, len(said), 256):  # never all the logits at once
+            scores = self.model.head(features[start : start + 256]).float().log_softmax(-1)
+            values += scores.gather(-1, said[start : start + 256, None])[:, 0].tolist()
+            highest = scores.topk(top) if top else None
+            rows = [] if highest is None else zip(highest.indices.tolist(), highest.values.tolist(), strict=True)
+            best += [list(zip(*row, strict=True)) for row in rows]
+        return values, best
 
     @torch.inference_mode()
     def embed(self, texts: str | list[str]) -> Tensor:
@@ -145,7 +229,9 @@ class LM:
         return out[0] if isinstance(text, str) else out
 
     def _batch(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        rows = self.tokenizer.encode_batch(texts)
+        return self._padded(self.tokenizer.encode_batch(texts))
+
+    def _padded(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         if not rows or not all(rows):
             raise ValueError("nothing to read: a text has no tokens")
         longest = max(map(len, rows))
@@ -155,6 +241,77 @@ class LM:
             ids[row, : len(tokens)] = torch.tensor(tokens)
             mask[row, : len(tokens)] = True
         return ids.to(self.model.device), mask.to(self.model.device)
+
+    def _conversation(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        # The template itself writes what stands around a text.
+        return self.tokenizer.encode(self.chat_prompt(messages, tools=tools), special=False)
+
+    def _details(self, prompts: list[list[int]], top: int | None, **options: Any) -> list[Detail]:
+        out = []
+        for prompt, answer in zip(prompts, self._answers(prompts, **options), strict=True):
+            more: dict[str, Any] = {}
+            if top is not None:
+                values, best = self.logprobs(prompt, answer.ids, top, options.get("start_id"))
+                more = dict(logprobs=values, top=best)
+            reason = answer.reason or "length"
+            out.append(Detail(ids=answer.ids, text=answer.text, finish_reason=reason, **more))
+        return out
+
+    def _answers(self, prompts: list[list[int]], usual: int = USUAL, **options: Any) -> list[_Answer]:
+        chosen, stops = self._options(prompts, usual, options)
+        answers = [_Answer(self.tokenizer, chosen.eos_id, stops) for _ in prompts]
+        with closing(self._steps(prompts, chosen)) as steps:
+            for tokens in steps:
+                for answer, token in zip(answers, tokens, strict=True):
+                    answer.add(token)
+                    if stops:
+                        answer.read()
+                if all(answer.reason for answer in answers):
+                    break
+        for answer in answers:
+            answer.read(last=True)
+        return answers
+
+    def _pieces(self, prompt: list[int], usual: int = USUAL, **options: Any) -> Iterator[str]:
+        chosen, stops = self._options([prompt], usual, options)
+        answer = _Answer(self.tokenizer, chosen.eos_id, stops)
+        with closing(self._steps([prompt], chosen)) as steps:
+            for tokens in steps:
+                answer.add(tokens[0])
+                piece = "" if chosen.num_beams > 1 else answer.read()
+                if piece:
+                    yield piece
+                if answer.reason:
+                    break
+        rest = answer.text if chosen.num_beams > 1 else ""
+        rest += answer.read(last=True)
+        if rest:
+            yield rest
+
+    def _steps(self, prompts: list[list[int]], options: Options) -> Generator[list[int], None, None]:
+        """The next token of each answer, step by step; what fills a row after its end means nothing."""
+        ids, mask = self._padded(prompts)
+        if options.num_beams > 1:
+            yield from search(self.model, ids, options, mask=mask).tokens[:, 0].T.tolist()
+            return
+        for tokens in stream(self.model, ids, options, mask=mask):
+            yield tokens.tolist()
+
+    def _options(self, prompts: list[list[int]], usual: int, options: dict[str, Any]) -> tuple[Options, list[str]]:
+        """The options of generation, and the strings that end an answer."""
+        if options.get("max_new_tokens") is None:
+            read = max(map(len, prompts), default=0) if self.config.shape == "decoder" else 0
+            options["max_new_tokens"] = max(1, min(usual, self.config.max_positions - read))
+        stop = options.pop("stop", None) or []
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list | tuple) or not all(isinstance(one, str) and one for one in stops):
+            raise ValueError(f"stop is {stop!r}; expected a string, or a list of strings, none of them empty")
+        # A special token is no part of any text: where one is named, its id ends the answer.
+        named = {one: self.tokenizer.id_of(one) for one in stops}
+        special = {one: number for one, number in named.items() if number in self.tokenizer.special_ids()}
+        ends = _ends(options.get("eos_id")) or self.eos_id
+        options["eos_id"] = (*ends, *_ends(list(special.values())))
+        return make_options(**options), [one for one in stops if one not in special]
 
     def _said(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder, if there is one."""
@@ -188,3 +345,55 @@ class LM:
 def _ends(eos: Any) -> tuple[int, ...]:
     several = eos if isinstance(eos, list | tuple) else [eos]
     return tuple(one for one in several if isinstance(one, int))
+
+
+def _gguf_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chat template needs of a GGUF file."""
+    tokens, out = metadata.get("tokenizer.ggml.tokens"), {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(tokens, list) and isinstance(number, int) and 0 <= number < len(tokens):
+            out[f"{name}_token"] = tokens[number]
+    template = metadata.get("tokenizer.chat_template")
+    return out | ({"chat_template": template} if isinstance(template, str) else {})
+
+
+class _Answer:
+    """One answer as it grows: its tokens, as much of its text as is sure, and why it ended."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: Any, stops: list[str]) -> None:
+        self.tokenizer, self.ends, self.stops = tokenizer, ends, stops
+        self.ids: list[int] = []
+        self.text = self.reason = ""
+
+    def add(self, token: int) -> None:
+        if not self.reason:
+            self.ids.append(token)
+            self.reason = "stop" if token in self.ends else ""
+
+    def read(self, *, last: bool = False) -> str:
+        """What has become sure since the last time."""
+        whole = self.tokenizer.decode(self.ids)
+        # The bytes of a character may come in several tokens, and a token of one byte may be the first of them.
+        if not last and (whole.endswith("�") or self.tokenizer.is_byte(self.ids[-1])):
+            return ""
+        end = _first_stop(whole, self.stops)
+        if end is not None:
+            self.reason = "stop"
+        elif not last:
+            end = len(whole) - _begun(whole, self.stops)
+        new = whole[len(self.text) : end]
+        self.text += new
+        return new
+
+
+def _first_stop(text: str, stops: list[str]) -> int | None:
+    """Where the stop string begins that is complete first; it does not matter in which pieces the text came."""
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return min(found)[1] if found else None
+
+
+def _begun(text: str, stops: list[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string."""
+    longest = max(map(len, stops), default=1) - 1
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)

@@ -137,9 +137,10 @@ class Cache:
 
     def clear(self, row: int) -> None:
         """Forget a row. Its memory is zeroed: a mask hides old values, but not one that is infinite or no number."""
+        filled = int(self.lengths[row])
         self.lengths[row] = 0
         for tensor in (*self.keys, *self.values):
-            tensor[row].zero_()
+            tensor[row, :filled] = 0
 
     def advance(self, layout: Layout) -> None:
         tokens = layout.positions.size(-1) if layout.valid is None else layout.valid.sum(1)

@@ -72,9 +72,9 @@ def self_mask(
     if slots is not None:
         # A cache holds real tokens only, each in the slot of its position: what is not later is there and real.
         queries, keys, valid = layout.positions, torch.arange(slots, device=layout.positions.device), None
-        if queries.device.type == "cpu" and window is None and bias is None and may_look(queries):
-            if queries.size(-1) == 1 and bool((queries == slots - 1).all()):
-                return Mask()  # one new token in every row, and all that is read came before it
+        plain = queries.device.type == "cpu" and queries.size(-1) == 1 and window is None and bias is None
+        if plain and may_look(queries) and bool((queries == slots - 1).all()):
+            return Mask()  # one new token in every row, and all that is read came before it
     else:
         keys = torch.arange(layout.positions.size(-1), device=layout.positions.device)
         queries, valid = keys, layout.valid

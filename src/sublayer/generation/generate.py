@@ -82,7 +82,7 @@ def stream(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None =
     """The tokens (B,) that `generate` puts together, one step at a time."""
     ends = torch.tensor(ends_of(model.config, options), device=ids.device, dtype=torch.long)
     pad = pad_of(model.config, options)
-    choose = _chooser(ids.size(0), options)
+    choose = chooser(ids.size(0), options)
     with _evaluating(model):
         session = Session(model, ids, mask, options.max_new_tokens, options.start_id)
         adjust = adjuster(model, session, options)
@@ -109,7 +109,7 @@ def _evaluating(model: Model) -> Iterator[None]:
         model.train(was_training)
 
 
-def _chooser(batch: int, options: Options) -> Callable[[Tensor], Tensor]:
+def chooser(batch: int, options: Options) -> Callable[[Tensor], Tensor]:
     """The function from scores (B, V) to tokens (B,)."""
     if not options.temperature:
         return lambda scores: scores.argmax(-1)

@@ -1,0 +1,173 @@
+"""The rows of one cache, each with an answer under way: prompts are read in chunks, answers grow a token a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..core.cache import Cache
+from ..generation.generate import chooser
+from ..generation.options import Options, adjuster, ends_of
+from ..generation.session import Session
+from ..lm import LM
+from ..models import Decoder
+from .answer import Answer, Chance
+from .job import Event, Job
+
+GRAIN = 64  # attention looks at a multiple of this many slots
+SAID = {"forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"}  # settings that change what is chosen
+
+
+class Row:
+    """A job under way: the tokens so far, how the next one is chosen, and the text given out."""
+
+    def __init__(self, lm: LM, job: Job) -> None:
+        self.job, self.prompt = job, job.prompt
+        self.ends = ends_of(lm.config, job.options)
+        self.answer = Answer(lm.tokenizer, job.stop)
+        self.tokens: list[int] = []
+        self.slot = -1
+        self.read = 0  # tokens in the cache
+
+    @property
+    def ready(self) -> bool:
+        """Whether the prompt has been read."""
+        return bool(self.tokens)
+
+    def accept(self, token: int, chance: Chance | None = None) -> Event:
+        """What one more token gives to the one who asked."""
+        self.tokens.append(token)
+        if token in self.ends:
+            return self._event(*self.answer.finish(), reason="stop")
+        text, chances = self.answer.add(token, chance)
+        if self.answer.stopped:
+            return self._event(text, chances, reason="stop")
+        if len(self.tokens) < self.job.options.max_new_tokens:
+            return self._event(text, chances)
+        rest, others = self.answer.finish()
+        return self._event(text + rest, chances + others, reason="stop" if self.answer.stopped else "length")
+
+    def _event(self, text: str, chances: list[Chance], reason: str | None = None) -> Event:
+        return Event(text=text, chances=tuple(chances), tokens=len(self.tokens), reason=reason)
+
+
+class Prompt(Session):
+    """What the options ask of a session: the prompt, whose keys and values are held elsewhere."""
+
+    def __init__(self, ids: list[int], device: torch.device) -> None:
+        self.said = torch.tensor([ids], device=device)
+        self.real = torch.ones_like(self.said, dtype=torch.bool)
+
+
+class Chooser:
+    """The next token of one row, chosen as it would be if the row were alone."""
+
+    def __init__(self, lm: LM, job: Job) -> None:
+        options = job.options
+        plain = Options(max_new_tokens=1, eos_id=options.eos_id)
+        self.greedy = replace(options, max_new_tokens=1, seed=None) == plain and not SAID & set(lm.model.generation)
+        self._adjust = adjuster(lm.model, Prompt(job.prompt, lm.model.device), options)
+        self._choose: Callable[[Tensor], Tensor] = chooser(1, options)
+
+    def __call__(self, logits: Tensor, tokens: list[int]) -> Tensor:
+        """Logits (1, V) to the token (1,)."""
+        new = torch.tensor([tokens], dtype=torch.long, device=logits.device)
+        return self._choose(self._adjust(logits, new))
+
+
+class SlotRow(Row):
+    def __init__(self, lm: LM, job: Job) -> None:
+        super().__init__(lm, job)
+        self.choose = Chooser(lm, job)
+
+
+class Slots:
+    def __init__(self, lm: LM, rows: int, capacity: int, chunk: int = 256) -> None:
+        assert isinstance(lm.model, Decoder)
+        self.model = lm.model
+        self.capacity = capacity
+        scaling = lm.config.rotary_scaling
+        # Where the angles depend on how long the text is, a prompt in pieces would not be the prompt as a whole.
+        self.chunk = capacity if scaling is not None and scaling.kind == "dynamic" else chunk
+        self.cache = self.model.make_cache(rows, capacity)
+        self.rows: list[SlotRow | None] = [None] * rows
+        self._order: list[SlotRow] = []  # as they came
+
+    @property
+    def cached(self) -> int:
+        return sum(row.read for row in self.rows if row is not None)
+
+    def free(self) -> int:
+        return self.rows.count(None)
+
+    def put(self, row: SlotRow) -> None:
+        row.slot = self.rows.index(None)
+        self.rows[row.slot] = row
+        self._order.append(row)
+
+    def drop(self, row: SlotRow) -> None:
+        self.rows[row.slot] = None
+        self._order.remove(row)
+        self.cache.clear(row.slot)
+
+    def prefill(self) -> list[tuple[SlotRow, Event]]:
+        """Read one chunk of what is still to be read, the oldest first; a prompt read to its end gives a token."""
+        budget, events = self.chunk, []
+        for row in [row for row in self._order if not row.ready]:
+            count = min(budget, len(row.prompt) - row.read)
+            if not count:
+                break
+            ids = torch.tensor([row.prompt[row.read : row.read + count]], device=self.model.device)
+            features = self.model.features(ids, cache=self._view(row.slot, row.slot + 1, row.read + count))
+            row.read, budget = row.read + count, budget - count
+            if row.read == len(row.prompt):
+                events += self._choose([row], self.model.head(features[:, -1]))
+        return events
+
+    def decode(self) -> list[tuple[SlotRow, Event]]:
+        """One token for every row whose prompt has been read."""
+        active = [row for row in self.rows if row is not None and row.ready]
+        if not active:
+            return []
+        start, stop = active[0].slot, active[-1].slot + 1
+        tokens, real = [0] * (stop - start), [False] * (stop - start)
+        for row in active:
+            tokens[row.slot - start], real[row.slot - start] = row.tokens[-1], True
+        device = self.model.device
+        ids, mask = torch.tensor(tokens, device=device)[:, None], torch.tensor(real, device=device)[:, None]
+        # Padding goes to the slot behind the last one read, so that must hold nothing in any of the rows.
+        longest = max(row.read + row.ready for row in self.rows[start:stop] if row is not None)
+        cache = self._view(start, stop, longest)
+        features = self.model.features(ids, mask=None if all(real) else mask, cache=cache)[:, -1]
+        for row in active:
+            row.read += 1
+        return self._choose(active, self.model.head(features[mask[:, 0]]))
+
+    def _view(self, start: int, stop: int, tokens: int) -> Cache:
+        return self.cache.rows(start, stop, -(-tokens // GRAIN) * GRAIN)
+
+    def _choose(self, rows: Sequence[SlotRow], logits: Tensor) -> list[tuple[SlotRow, Event]]:
+        """Tokens from logits (rows, V). One look at the device's answer for all of them."""
+        logits = logits.float()
+        likeliest = logits.argmax(-1)
+        chosen = [
+            likeliest[number] if row.choose.greedy else row.choose(logits[number : number + 1], row.tokens)[0]
+            for number, row in enumerate(rows)
+        ]
+        tokens: list[int] = torch.stack(chosen).tolist()
+        return [
+            (row, row.accept(token, _chance(scores, token, row.job.top)))
+            for row, token, scores in zip(rows, tokens, logits, strict=True)
+        ]
+
+
+def _chance(logits: Tensor, token: int, top: int | None) -> Chance | None:
+    """What the model itself says of a token, before temperature and penalties."""
+    if top is None:
+        return None
+    logs = logits.log_softmax(-1)
+    best = logs.topk(min(top, logs.numel()))
+    return Chance(token, float(logs[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
