@@ -305,3 +305,16 @@ def test_the_model_of_a_finished_run_is_made_again(tmp_path: Path) -> None:
     path.unlink()
     train(recipe, tmp_path / "run", resume=True, quiet=True)
     assert path.read_bytes() == before
+
+
+def test_a_run_keeps_its_tokenizer_when_the_cache_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained again, a vocabulary need not be the same; here it is made to differ."""
+    settings = {"train_save_every": 2, "train_schedule": "constant", "train_warmup": 0}
+    whole = recipe_of(tmp_path, "sequence-to-sequence", train_steps=6, **settings)
+    train(whole, tmp_path / "whole", quiet=True)
+    train(recipe_of(tmp_path, "sequence-to-sequence", train_steps=4, **settings), tmp_path / "again", quiet=True)
+    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr("sublayer.train.open_tokenizer", lambda *rest: pytest.fail("a tokenizer was made again"))
+    train(whole, tmp_path / "again", resume=True, quiet=True)
+    files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()

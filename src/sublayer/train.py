@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from .config import ModelConfig
 from .data import Tokenizer
 from .data.batches import Loader
 from .data.items import make_items
-from .data.settings import DataSettings
-from .data.sources import Source, make_context, open_source, open_store, open_tokenizer
+from .data.sources import open_source, open_store, open_tokenizer
 from .data.store import Store
 from .data.tasks import TASKS, Context, Labels
 from .data.vocabulary import Vocabulary
@@ -87,13 +85,15 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     _check_folder(recipe, folder, resume)
     if recipe.train.keep_memory and world.device.type == "cpu":
         keep_memory()
-    run = prepare(recipe, folder, world, quiet)
+    run = prepare(recipe, folder, world, quiet, resume)
     trainer = make_trainer(run, quiet)
     if resume and trainer.resume() and world.main:
         _say(f"going on from step {trainer.state.step}", quiet)
     if world.main:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / "recipe.toml", recipe.to_toml())
+        if run.tokenizer is not None:
+            run.tokenizer.save(folder / "tokenizer")
     trainer.run()
     if not trainer.stopped_by:
         _finish(run, trainer)
@@ -102,8 +102,11 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     return trainer
 
 
-def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False) -> Run:
-    """Data, tokenizer and model of a recipe. One process makes what is made once; the others wait and then find it."""
+def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False, resume: bool = False) -> Run:
+    """Data, tokenizer and model of a recipe. One process makes what is made once; the others wait and then find it.
+
+    A run that goes on keeps the tokenizer it began with, whatever has become of the cache.
+    """
     if not world.main:
         world.wait()
     task = TASKS[recipe.data.objective]
@@ -114,11 +117,19 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False) -> 
     def say(text: str) -> None:
         _say(text, quiet or not world.main)
 
-    tokenizer = open_tokenizer(source, recipe.data, recipe.tokenizer, say) if task.texts else None
+    tokenizer = None
+    if task.texts:
+        begun = resume and (folder / "tokenizer").is_dir()
+        tokenizer = (
+            Tokenizer.load(folder / "tokenizer")
+            if begun
+            else open_tokenizer(source, recipe.data, recipe.tokenizer, say)
+        )
     vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer, recipe.tokenizer)
-    context = make_context(recipe.data, vocabulary, Labels(), _image_shape(recipe))
+    context = Context(vocabulary, recipe.data, Labels(), _image_shape(recipe) or (3, 224, 224))
     store = open_store(source, context, say)
-    valid = _valid(recipe.data, context, source, say)
+    held_out = open_source(recipe.data, "valid")
+    valid = None if held_out is None else open_store(held_out, context, say)
     if world.main:
         world.wait()
     config = model_config(recipe, context)
@@ -140,11 +151,6 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False) -> 
             dataclasses.replace(loader, items=items, limit=recipe.train.eval_tokens), recipe, context, world, tokenizer
         )
     return Run(recipe, folder, world, context, store, model, loader, evaluator, tokenizer)
-
-
-def _valid(settings: DataSettings, context: Context, train: Source, say: Any) -> Store | None:
-    source = open_source(settings, "valid")
-    return None if source is None else open_store(source, context, say)
 
 
 def _image_shape(recipe: Recipe) -> tuple[int, int, int] | None:

@@ -14,7 +14,7 @@ from .counting import Counting
 from .readers import DataError, Row, Skipped, find_files, fingerprint, read_dataset, read_rows
 from .settings import DataSettings, TokenizerSettings
 from .store import Store, Writer, cache_folder, cached, key_of
-from .tasks import TASKS, Context, Labels, Stored
+from .tasks import TASKS, Context, Stored
 from .tokenizer import Tokenizer
 from .vocabulary import Vocabulary
 
@@ -219,9 +219,3 @@ def _ends(context: Context) -> tuple[list[int], list[int]]:
 def _grouped(rows: Iterator[Row]) -> Iterator[list[Row]]:
     while group := list(itertools.islice(rows, BATCH)):
         yield group
-
-
-def make_context(
-    settings: DataSettings, vocabulary: Vocabulary | None, labels: Labels, image_shape: tuple[int, int, int] | None
-) -> Context:
-    return Context(vocabulary, settings, labels, image_shape or (3, 224, 224))
