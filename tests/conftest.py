@@ -21,3 +21,12 @@ torch.set_default_device(DEVICE)
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Training that touches nobody's cache, and does not measure the machine first."""
+    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
+    with torch.device("cpu"):
+        yield

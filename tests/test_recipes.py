@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support_training import (
     LABELLED,
     PAIRS,
@@ -30,12 +28,7 @@ from sublayer.training.recipe import BUILT_IN, Recipe, TrainSettings, find_recip
 RECIPES = sorted(path.stem for path in BUILT_IN.glob("*.toml"))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
-    with torch.device("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # The recipes of the package
@@ -76,6 +69,28 @@ def test_a_recipe_runs_and_leaves_what_it_promises(name: str, tmp_path: Path) ->
     page = (out / "report.html").read_text(encoding="utf-8")
     assert "finished" in page and "<svg" in page
     assert load_recipe(out / "recipe.toml") == load_recipe(find_recipe(name), changes)
+
+
+def test_test_data_and_tensorboard_are_heeded(tmp_path: Path) -> None:
+    """The board's file, read by TensorBoard itself, says what metrics.jsonl says; data.test is read at the end."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    changes, out = small_changes("translate", tmp_path), tmp_path / "run"
+    pairs = tmp_path / "test.tsv"
+    pairs.write_text("one\teins\ntwo\tzwei\n", encoding="utf-8")
+    changes += ["train.tensorboard=true", f"data.test={pairs}"]
+    assert main(["train", "translate", *changes, "--out", str(out), "--quiet"]) == 0
+    board = EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    lines = metrics(out)
+    told = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss in told
+    ]
+    (tested,) = [line for line in lines if "test_loss" in line]
+    assert (
+        tested["step"] == 20 and 0.0 <= tested["test_bleu"] <= 100.0 and tested["test_exact_match"] in (0.0, 0.5, 1.0)
+    )
 
 
 def test_seven_recipes_come_with_the_package_and_are_found_by_name(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.support_training import metrics, recipe_of, recipe_values, same, trainer_of, weights
 
 from sublayer.train import train
@@ -26,12 +24,7 @@ from sublayer.training.trainer import Trainer
 TIMES = {"time", "tokens_per_second", "utilisation"}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
-    with torch.device("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

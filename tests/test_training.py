@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,7 @@ from sublayer.training.loss import correct, linear_cross_entropy
 from sublayer.training.step import BatchLoss
 from sublayer.training.trainer import Trainer
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
-    with torch.device("cpu"):
-        yield
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # The loss over a large vocabulary

@@ -20,8 +20,6 @@ from .training.recipe import Recipe
 from .training.report import AttentionPicture, Sample
 from .training.step import BatchLoss
 
-METRICS = ("bleu", "chrf", "exact_match")
-
 
 class Evaluator:
     """Called with the model by the trainer; keeps the last samples, for the report."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False, res
     """
     if not world.main:
         world.wait()
-    task = TASKS[recipe.data.objective]
+    values, task = model_values(recipe), TASKS[recipe.data.objective]
     source = open_source(recipe.data, "train")
     if source is None:
         raise ValueError("the recipe names no training data; give data.train=FILE, or data.corpus")
@@ -126,13 +127,14 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False, res
             else open_tokenizer(source, recipe.data, recipe.tokenizer, say)
         )
     vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer, recipe.tokenizer)
-    context = Context(vocabulary, recipe.data, Labels(), _image_shape(recipe) or (3, 224, 224))
+    size = values.get("image_size") or 0
+    context = Context(vocabulary, recipe.data, Labels(), (values.get("num_channels", 3), size, size))
     store = open_store(source, context, say)
     held_out = open_source(recipe.data, "valid")
     valid = None if held_out is None else open_store(held_out, context, say)
     if world.main:
         world.wait()
-    config = model_config(recipe, context)
+    config = model_config(recipe, values, context)
     model = build(config, device=world.device, seed=recipe.train.seed)
     model.labels = tuple(context.labels.sorted())
     packed = _packed(recipe, world)
@@ -153,18 +155,8 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False, res
     return Run(recipe, folder, world, context, store, model, loader, evaluator, tokenizer)
 
 
-def _image_shape(recipe: Recipe) -> tuple[int, int, int] | None:
-    if recipe.data.objective != "classify-image":
-        return None
-    values = (preset(recipe.model["preset"]).to_dict() if "preset" in recipe.model else {}) | recipe.model
-    size = values.get("image_size")
-    if not isinstance(size, int):
-        raise ValueError("classify-image needs a model that reads images; set model.image_size and model.patch_size")
-    return int(values.get("num_channels", 3)), size, size
-
-
-def model_config(recipe: Recipe, context: Context) -> ModelConfig:
-    """The recipe's model, with what follows from the data: vocabulary, special tokens, labels, head."""
+def model_values(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's model as far as it is known before the data: the preset with its changes, and the head."""
     given = dict(recipe.model)
     name = given.pop("preset", None)
     values = (preset(name).to_dict() if name is not None else {}) | given
@@ -174,12 +166,20 @@ def model_config(recipe: Recipe, context: Context) -> ModelConfig:
             f"objective {recipe.data.objective!r} trains a model of shape {' or '.join(task.shapes)}; "
             f"this one is {values.get('shape')!r}; choose another model.preset, or data.objective"
         )
+    if recipe.data.objective == "classify-image" and not isinstance(values.get("image_size"), int):
+        raise ValueError("classify-image needs a model that reads images; set model.image_size and model.patch_size")
     values["head"] = task.head
     if task.head != "classifier":
         values["pooler"] = "none"
     if name is not None and values["logits_scale"] == preset(name).d_model ** -0.5 != 1.0:
         values["logits_scale"] = given.get("logits_scale", values["d_model"] ** -0.5)  # it follows the width, in T5
-    if task.head in ("classifier", "token-classifier"):
+    return values
+
+
+def model_config(recipe: Recipe, values: dict[str, Any], context: Context) -> ModelConfig:
+    """The configuration, with what follows from the data: vocabulary, special tokens, labels, room for tokens."""
+    given, values = recipe.model, dict(values)
+    if values["head"] in ("classifier", "token-classifier"):
         values["num_labels"] = len(context.labels.names)
     if context.vocabulary is not None:
         words = context.vocabulary

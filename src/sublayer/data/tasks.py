@@ -59,7 +59,7 @@ class Context:
     vocabulary: Vocabulary | None
     settings: DataSettings
     labels: Labels
-    image_shape: tuple[int, int, int] = (3, 224, 224)
+    image_shape: tuple[int, int, int] = (0, 0, 0)  # channels, height and width of the pictures the model reads
 
     @property
     def words(self) -> Vocabulary:

@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from ..config import unknown
+from .settings import ROLES
 from .tokenizer import Tokenizer
 from .tokenizer_files import guards, piece_decoder
 
-ROLES = ("pad", "unk", "bos", "eos", "cls", "sep", "mask")
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..lm import load
 from .engine import Limits, make_engine
@@ -19,21 +19,9 @@ __all__ = ["Limits", "make_server", "named", "serve"]
 KEY = "SUBLAYER_API_KEY"
 
 
-def serve(
-    models: Sequence[str],
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    limits: Limits | None = None,
-    timeout: float = 120.0,
-    api_key: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-) -> None:
-    """Load the models, say what they take, and answer until interrupted."""
-    server = make_server(
-        models, host=host, port=port, limits=limits, timeout=timeout, api_key=api_key, device=device, dtype=dtype
-    )
+def serve(models: Sequence[str], *, host: str = "127.0.0.1", port: int = 8000, **settings: Any) -> None:
+    """Load the models, say what they take, and answer until interrupted; the settings are those of `make_server`."""
+    server = make_server(models, host=host, port=port, **settings)
     # Opened here, so that a port in use is one clear line; the server would end the process itself.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:

@@ -41,9 +41,10 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     chunk = chunk or max(64, CHUNK_ELEMENTS.get(kind, 1 << 27) // weight.size(0))
-    loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        features, weight, bias, labels, smoothing, chunk, dtype, ignored
-    )
+    with torch.autocast(kind, enabled=False):  # the types are chosen here, and the loss itself is in float32
+        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            features, weight, bias, labels, smoothing, chunk, dtype, ignored
+        )
     return loss
 
 
@@ -60,56 +61,41 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype: torch.dtype,
         ignored: bool,
     ) -> Tensor:
-        with torch.autocast(features.device.type, enabled=False):
-            return _forward(ctx, features, weight, bias, labels, smoothing, chunk, dtype, ignored)
+        wanted = ctx.needs_input_grad
+        rows, classes = features.size(0), weight.size(0)
+        x, matrix = features.to(dtype), weight.to(dtype)
+        loss = torch.zeros((), dtype=torch.float32, device=features.device)
+        grad_x = torch.empty_like(x) if wanted[0] else None
+        grad_weight = torch.empty_like(weight) if wanted[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
+        # What smoothing takes from every class is the same for every row, and so need not pass through the logits.
+        share = smoothing / classes
+        column_sum = matrix.sum(0) * share if smoothing else None
+        counts = (labels >= 0).to(dtype)[:, None] if ignored else x.new_ones(1, 1).expand(rows, 1)
+        labels = labels.clamp(min=0) if ignored else labels
+        for start in range(0, rows, chunk):
+            part, target = x[start : start + chunk], labels[start : start + chunk]
+            logits = _linear(part, matrix, None if bias is None else bias.to(dtype))
+            counted = counts[start : start + chunk]
+            losses, errors = _rows(logits, target, counted, smoothing, ignored)
+            loss += losses
+            if grad_x is not None:
+                torch.mm(errors, matrix, out=grad_x[start : start + chunk])
+                if column_sum is not None:
+                    grad_x[start : start + chunk] -= column_sum * counted
+            if grad_weight is not None:
+                _accumulate(grad_weight, errors, part, first=start == 0)
+            if grad_bias is not None:
+                grad_bias += errors.sum(0, dtype=grad_bias.dtype) - share * counted.sum()
+        if grad_weight is not None and smoothing:
+            grad_weight -= share * (x * counts).sum(0, dtype=torch.float32)
+        ctx.save_for_backward(None if grad_x is None else grad_x.to(features.dtype), grad_weight, grad_bias)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None else grad.mul_(grad_loss.to(grad.dtype)) for grad in ctx.saved_tensors]
         return (*grads, *[None] * (8 - len(grads)))
-
-
-def _forward(
-    ctx: Any,
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    smoothing: float,
-    chunk: int,
-    dtype: torch.dtype,
-    ignored: bool,
-) -> Tensor:
-    wanted = ctx.needs_input_grad
-    rows, classes = features.size(0), weight.size(0)
-    x, matrix = features.to(dtype), weight.to(dtype)
-    loss = torch.zeros((), dtype=torch.float32, device=features.device)
-    grad_x = torch.empty_like(x) if wanted[0] else None
-    grad_weight = torch.empty_like(weight) if wanted[1] else None
-    grad_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
-    # What smoothing takes from every class is the same for every row, and so need not pass through the logits.
-    share = smoothing / classes
-    column_sum = matrix.sum(0) * share if smoothing else None
-    counts = (labels >= 0).to(dtype)[:, None] if ignored else x.new_ones(1, 1).expand(rows, 1)
-    labels = labels.clamp(min=0) if ignored else labels
-    for start in range(0, rows, chunk):
-        part, target = x[start : start + chunk], labels[start : start + chunk]
-        logits = _linear(part, matrix, None if bias is None else bias.to(dtype))
-        counted = counts[start : start + chunk]
-        losses, errors = _rows(logits, target, counted, smoothing, ignored)
-        loss += losses
-        if grad_x is not None:
-            torch.mm(errors, matrix, out=grad_x[start : start + chunk])
-            if column_sum is not None:
-                grad_x[start : start + chunk] -= column_sum * counted
-        if grad_weight is not None:
-            _accumulate(grad_weight, errors, part, first=start == 0)
-        if grad_bias is not None:
-            grad_bias += errors.sum(0, dtype=grad_bias.dtype) - share * counted.sum()
-    if grad_weight is not None and smoothing:
-        grad_weight -= share * (x * counts).sum(0, dtype=torch.float32)
-    ctx.save_for_backward(None if grad_x is None else grad_x.to(features.dtype), grad_weight, grad_bias)
-    return loss
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

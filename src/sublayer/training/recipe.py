@@ -15,9 +15,9 @@ from typing import Any
 
 from ..config import ModelConfig, unknown
 from ..data.settings import DataSettings, TokenizerSettings
+from .optimizer import OPTIMIZERS
+from .schedule import SCHEDULES
 
-OPTIMIZERS = ("adamw", "adafactor", "muon")
-SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt", "wsd")
 DTYPES = ("float32", "bfloat16")
 PARALLEL = ("auto", "ddp", "fsdp")
 BUILT_IN = Path(__file__).parent.parent / "recipes"
@@ -157,7 +157,7 @@ def make_recipe(values: dict[str, Any], where: str) -> Recipe:
             known = ["preset", *(spec.name for spec in dataclasses.fields(ModelConfig))]
             for key in content:
                 if key not in known:
-                    raise ValueError(f"{where}: {unknown('key model', key, known)}")
+                    raise ValueError(f"{where}: {unknown('key of [model]', key, known)}")
             made[section] = content
         else:
             cls = {"data": DataSettings, "tokenizer": TokenizerSettings, "train": TrainSettings}[section]
@@ -169,7 +169,7 @@ def _settings(cls: type, section: str, values: dict[str, Any], where: str) -> An
     hints = typing.get_type_hints(cls)
     for key, value in values.items():
         if key not in hints:
-            raise ValueError(f"{where}: {unknown(f'key {section}', key, list(hints))}")
+            raise ValueError(f"{where}: {unknown(f'key of [{section}]', key, list(hints))}")
         values = values | {key: _fit(value, hints[key], f"{section}.{key}")}
     return cls(**values)
 

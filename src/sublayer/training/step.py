@@ -41,8 +41,9 @@ class BatchLoss(nn.Module):
             return loss, correct(hidden, weight, bias, labels, self.chunk) if count else nothing
         if isinstance(head, TokenClassifier) and model.config.head == "span":
             logits = head(features).float()  # (B, T, 2)
-            if batch.masks.get("ids") is not None:
-                logits = logits.masked_fill(~batch.masks["ids"][..., None], -torch.inf)  # type: ignore[index]
+            mask = batch.masks.get("ids")
+            if mask is not None:
+                logits = logits.masked_fill(~mask[..., None], -torch.inf)
             logits = logits.transpose(1, 2)  # (B, 2, T): where the answer starts, where it ends
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / 2
             hits = logits.argmax(-1).eq(labels).all(-1).sum() if count else nothing
