@@ -94,8 +94,8 @@ def test_cached_decoding_with_a_source_equals_the_full_pass(config, steps):
     torch.testing.assert_close(torch.cat(parts, 1), full, **close)
 
 
-@given(configs(families=decoders), st.sampled_from(["left", "right"]), st.integers(1, 3))
-def test_cached_decoding_of_ragged_rows_equals_each_row_alone(config, side, chunk):
+@given(configs(families=decoders), st.sampled_from(["left", "right"]), st.integers(1, 3), st.sampled_from([None, 6]))
+def test_cached_decoding_of_ragged_rows_equals_each_row_alone(config, side, chunk, largest):
     """Rows of 6 and 3 tokens, padded on either side, then continued by chunks of a few tokens."""
     model = model_of(config)
     rows = [random_ids(1, 6, seed=1), random_ids(1, 3, seed=2)]
@@ -104,7 +104,7 @@ def test_cached_decoding_of_ragged_rows_equals_each_row_alone(config, side, chun
     for row, tokens in enumerate(rows):
         place = slice(6 - tokens.size(1), None) if side == "left" else slice(tokens.size(1))
         ids[row, place], mask[row, place] = tokens[0], True
-    cache = model.make_cache(2, 6 + 2 * chunk)
+    cache = model.make_cache(2, 6 + 2 * chunk, largest)
     model(ids, mask=mask, cache=cache)
     out = torch.cat([model(part, cache=cache) for part in new.split(chunk, 1)], 1)
     for row, tokens in enumerate(rows):

@@ -205,6 +205,11 @@ class ModelConfig:
     def num_patches(self) -> int:
         return 0 if self.image_size is None or self.patch_size is None else (self.image_size // self.patch_size) ** 2
 
+    def windows(self, side: str) -> list[int | None]:
+        """How far each layer of a side looks; None: at everything."""
+        chosen = range(self.layers(side)) if self.window_layers is None else self.window_layers
+        return [self.window if layer in chosen else None for layer in range(self.layers(side))]
+
     def layers(self, side: str) -> int:
         return self.num_encoder_layers if side == "encoder" else self.num_decoder_layers
 

@@ -3,6 +3,9 @@
 The cache holds real tokens only, each in the slot of its position, so rows of one batch may be of different lengths
 whatever side their padding was on. Padding is written to one spare slot that nobody reads. All that changes from step
 to step is in tensors: a compiled step is compiled once.
+
+A layer that looks only a window far back needs no more slots than the window and the tokens of one step: where that is
+known, position p goes to slot p mod size, over a token that nobody looks at any more.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from .layout import Layout, may_look
 class Entry:
     """What one self-attention layer reads and writes in one step."""
 
-    keys: Tensor  # (B, capacity + 1, K, E)
+    keys: Tensor  # (B, size + 1, K, E)
     values: Tensor
     slots: Tensor  # (B, T): where the new tokens go
     reach: int  # slots that are read
@@ -57,6 +60,7 @@ class Cache:
         batch: int,
         capacity: int,
         *,
+        chunk: int | None = None,  # a step has no more tokens than this
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,33 +72,60 @@ class Cache:
                 f"{capacity} tokens, prompt and answer together, are longer than the {config.max_positions} positions "
                 "of the model; shorten the prompt or ask for fewer new tokens"
             )
-        self.capacity = capacity
+        self.capacity, self.chunk = capacity, chunk
+        self.windows = config.windows("decoder")
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        shape = (batch, capacity + 1, config.kv_heads, config.head_size)
-        layers = range(config.num_decoder_layers)
-        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.values = [torch.zeros(shape, device=device, dtype=dtype) for _ in layers]
-        self.cross = [CrossEntry() for _ in layers]
+        shapes = [(batch, self.size(window) + 1, config.kv_heads, config.head_size) for window in self.windows]
+        self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
+        self.cross = [CrossEntry() for _ in shapes]
         self.memory: Layout | None = None
 
-    def reach(self, layout: Layout) -> int:
+    def size(self, window: int | None) -> int:
+        """Slots of a layer that looks this far."""
+        bounded = window is not None and self.chunk is not None
+        return min(self.capacity, window + self.chunk - 1) if bounded else self.capacity
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    def reach(self, layout: Layout, size: int) -> int:
         """Slots that a step reads: those filled by then, or, where shapes must not change with the step, all."""
         if layout.positions.device.type != "cpu" or not may_look(layout.positions):
-            return self.capacity
-        return min(int(layout.positions.max()) + 1, self.capacity)
+            return size
+        return min(int(layout.positions.max()) + 1, size)
 
-    def entries(self, layout: Layout, reach: int) -> list[Entry]:
+    def places(self, layout: Layout, window: int | None) -> Tensor:
+        """Which position each slot holds after a step, in layers that look this far: (S,), or (B, S) where slots are
+        used again."""
+        size = self.size(window)
+        slots = torch.arange(self.reach(layout, size), device=layout.positions.device)
+        if size == self.capacity:
+            return slots
+        last = layout.positions.amax(-1, keepdim=True)
+        return last - (last - slots) % size
+
+    def entries(self, layout: Layout) -> list[Entry]:
         """One for each layer, for a step over tokens of this layout."""
         slots = layout.positions
+        if self.chunk is not None and slots.size(-1) > self.chunk:
+            raise ValueError(f"a step of {slots.size(-1)} tokens; this cache was made for steps of at most {self.chunk}")
         real = slots if layout.valid is None else slots * layout.valid
         if may_look(real) and int(real.max()) >= self.capacity:
             raise ValueError(
                 f"token {int(real.max()) + 1} of a sequence does not fit into a cache of {self.capacity}; "
                 "make the cache as long as the prompt and the answer together"
             )
-        if layout.valid is not None:
-            slots = torch.where(layout.valid, slots, self.capacity)
-        return [Entry(keys, values, slots, reach) for keys, values in zip(self.keys, self.values, strict=True)]
+        targets: dict[int, tuple[Tensor, int]] = {}
+        for size in {self.size(window) for window in self.windows}:
+            places = slots if size == self.capacity else slots % size
+            places = places if layout.valid is None else torch.where(layout.valid, places, size)
+            targets[size] = places, self.reach(layout, size)
+        return [
+            Entry(keys, values, *targets[self.size(window)])
+            for keys, values, window in zip(self.keys, self.values, self.windows, strict=True)
+        ]
 
     def remember(self, memory: Layout | None) -> Layout:
         """The layout of the source: that of this call, or that of the call which brought it."""
@@ -131,9 +162,14 @@ class Cache:
         out = copy.copy(self)
         out.capacity = self.capacity if capacity is None else min(capacity, self.capacity)
         out.lengths = self.lengths[start:stop]
-        out.keys = [keys[start:stop, : out.capacity + 1] for keys in self.keys]
-        out.values = [values[start:stop, : out.capacity + 1] for values in self.values]
+        sizes = [out.size(window) + 1 for window in self.windows]
+        out.keys = [keys[start:stop, :size] for keys, size in zip(self.keys, sizes, strict=True)]
+        out.values = [values[start:stop, :size] for values, size in zip(self.values, sizes, strict=True)]
         return out
+
+    def rewind(self, lengths: Tensor) -> None:
+        """Go back to shorter texts (B,): what came after is written over before anyone looks at it."""
+        self.lengths.copy_(lengths)
 
     def clear(self, row: int) -> None:
         """Forget a row. Its memory is zeroed: a mask hides old values, but not one that is infinite or no number."""

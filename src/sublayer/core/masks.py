@@ -45,8 +45,8 @@ class Mask:
 def visible(
     queries: Tensor, keys: Tensor, valid: Tensor | None = None, causal: bool = False, window: int | None = None
 ) -> Tensor | None:
-    """(B or 1, 1, T, S) from the places of queries (..., T) and keys (S,), and which keys (B, S) are real."""
-    distance = queries[..., :, None] - keys
+    """(B or 1, 1, T, S) from the places of queries (..., T) and keys (..., S), and which keys (B, S) are real."""
+    distance = queries[..., :, None] - keys[..., None, :]
     allowed = distance >= 0 if causal else None
     if window is not None:
         near = distance.abs() < window
@@ -60,26 +60,32 @@ def visible(
 
 
 def self_mask(
-    layout: Layout, *, causal: bool, window: int | None = None, bias: nn.Module | None = None, slots: int | None = None
+    layout: Layout,
+    *,
+    causal: bool,
+    window: int | None = None,
+    bias: nn.Module | None = None,
+    places: Tensor | None = None,
 ) -> Mask:
-    """For tokens that look at their own sequence; `slots` are those read of the cache that holds it, if one does."""
+    """For tokens that look at their own sequence; `places` says what the cache that holds it has in each slot."""
     if layout.packing is not None and layout.packing.row is not None:
         return row_mask(layout, layout, causal=causal, window=window, bias=bias)
     if layout.packing is not None:
-        places = torch.arange(layout.packing.max_length, device=layout.positions.device)
-        scores = None if bias is None else bias(places, places)
+        whole = torch.arange(layout.packing.max_length, device=layout.positions.device)
+        scores = None if bias is None else bias(whole, whole)
         return Mask(causal, None, scores, window, (layout.packing, layout.packing))
-    if slots is not None:
-        # A cache holds real tokens only, each in the slot of its position: what is not later is there and real.
-        queries, keys, valid = layout.positions, torch.arange(slots, device=layout.positions.device), None
+    if places is not None:
+        # A cache holds real tokens only: what is not later than a query is there and real. Only a slot that is used
+        # again and again has a place of its own in each row, below 0 while nothing is in it.
+        queries, keys, valid = layout.positions, places, None if places.dim() == 1 else places >= 0
         plain = queries.device.type == "cpu" and queries.size(-1) == 1 and window is None and bias is None
-        if plain and may_look(queries) and bool((queries == slots - 1).all()):
+        if plain and may_look(queries) and bool((queries == keys.size(0) - 1).all()):
             return Mask()  # one new token in every row, and all that is read came before it
     else:
         keys = torch.arange(layout.positions.size(-1), device=layout.positions.device)
         queries, valid = keys, layout.valid
     scores = None if bias is None else bias(queries, keys)
-    if slots is None and valid is None and scores is None and window is None:
+    if places is None and valid is None and scores is None and window is None:
         return Mask(causal=causal)
     return Mask(allowed=visible(queries, keys, valid, causal, window), bias=scores)
 

@@ -26,8 +26,7 @@ class Stack(nn.Module):
         self.bias = position_bias(config, self.causal)
         self.blocks = nn.ModuleList(Block(config, side) for _ in range(config.layers(side)))
         self.final_norm = make_norm(config) if config.final_norm else NoNorm()
-        windowed = range(len(self.blocks)) if config.window_layers is None else config.window_layers
-        self.windows = [config.window if layer in windowed else None for layer in range(len(self.blocks))]
+        self.windows = config.windows(side)
 
     def forward(
         self,
@@ -42,13 +41,13 @@ class Stack(nn.Module):
         x = self.embeddings(inputs, layout, token_types)  # (B, T, D) or (N, D)
         layout = layout or Layout.of(x)
         rotary = None if self.rotary is None else self.rotary(layout)
-        slots = None if cache is None else cache.reach(layout)
+        places = {window: None if cache is None else cache.places(layout, window) for window in set(self.windows)}
         masks = {
-            window: self_mask(layout, causal=self.causal, window=window, bias=self.bias, slots=slots)
-            for window in set(self.windows)
+            window: self_mask(layout, causal=self.causal, window=window, bias=self.bias, places=held)
+            for window, held in places.items()
         }
         memory_mask = None if memory_layout is None else cross_mask(layout, memory_layout)
-        entries = [None] * len(self.blocks) if cache is None else cache.entries(layout, slots or 0)
+        entries = [None] * len(self.blocks) if cache is None else cache.entries(layout)
         crosses = [None] * len(self.blocks) if cache is None else cache.cross
         for block, window, entry, cross in zip(self.blocks, self.windows, entries, crosses, strict=True):
             x = block(x, layout.valid, masks[window], rotary, entry, memory, memory_mask, cross)

@@ -41,8 +41,11 @@ class Model(nn.Module):
         """Each parameter once, however many places use it."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def make_cache(self, batch: int, capacity: int) -> Cache:
-        """Room for the keys and values of `capacity` tokens in each of `batch` rows."""
+    def make_cache(self, batch: int, capacity: int, chunk: int | None = None) -> Cache:
+        """Room for the keys and values of `capacity` tokens in each of `batch` rows.
+
+        Who says how many tokens a step has at most gets by with less in layers that look only a window far.
+        """
         if self.config.shape == "encoder":
             raise ValueError("an encoder sees all tokens at once and keeps no cache")
-        return Cache(self.config, batch, capacity, device=self.device, dtype=self.dtype)
+        return Cache(self.config, batch, capacity, chunk=chunk, device=self.device, dtype=self.dtype)
