@@ -110,7 +110,9 @@ class Cache:
         """One for each layer, for a step over tokens of this layout."""
         slots = layout.positions
         if self.chunk is not None and slots.size(-1) > self.chunk:
-            raise ValueError(f"a step of {slots.size(-1)} tokens; this cache was made for steps of at most {self.chunk}")
+            raise ValueError(
+                f"a step of {slots.size(-1)} tokens; this cache was made for steps of at most {self.chunk}"
+            )
         real = slots if layout.valid is None else slots * layout.valid
         if may_look(real) and int(real.max()) >= self.capacity:
             raise ValueError(
@@ -148,7 +150,7 @@ class Cache:
         if not len(changed):
             return
         origin, filled = parents[changed], int(self.lengths.max())
-        self.lengths = self.lengths[parents]
+        self.lengths.copy_(self.lengths[parents])
         for tensors in (self.keys, self.values):
             for tensor in tensors:
                 tensor[changed, :filled] = tensor[origin, :filled]
@@ -170,6 +172,19 @@ class Cache:
     def rewind(self, lengths: Tensor) -> None:
         """Go back to shorter texts (B,): what came after is written over before anyone looks at it."""
         self.lengths.copy_(lengths)
+
+    def serves(self, batch: int, capacity: int, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether so many rows of so many tokens fit, for a model there and of that kind."""
+        enough = self.lengths.size(0) >= batch and self.capacity >= capacity
+        return enough and self.keys[0].device == device and self.keys[0].dtype == dtype
+
+    def reset(self) -> None:
+        """Forget all rows and the source."""
+        filled = int(self.lengths.max())
+        self.lengths.zero_()
+        self.cross, self.memory = [CrossEntry() for _ in self.cross], None
+        for tensor in (*self.keys, *self.values):
+            tensor[:, :filled] = 0
 
     def clear(self, row: int) -> None:
         """Forget a row. Its memory is zeroed: a mask hides old values, but not one that is infinite or no number."""

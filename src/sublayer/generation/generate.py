@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ..models import Model
-from . import sampling
 from .beam import Beams, beam_search
+from .choose import Chooser
 from .options import Options, adjuster, ends_of, pad_of
 from .session import Session
+from .speculative import speculate
 
 
 def generate(
@@ -66,25 +67,27 @@ def make_options(**values: Any) -> Options:
 @torch.inference_mode()
 def search(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None = None) -> Beams:
     """The best answers by beam search, with their scores."""
-    with _evaluating(model):
-        session = Session(model, ids, mask, options.max_new_tokens, options.start_id)
+    with _evaluating(model), Session(model, ids, mask, options.max_new_tokens, options.start_id) as session:
         return beam_search(
             session, adjuster(model, session, options), beams=options.num_beams,
             max_new_tokens=options.max_new_tokens,
             ends=torch.tensor(ends_of(model.config, options), dtype=torch.long, device=ids.device),
             pad=pad_of(model.config, options), length_penalty=options.length_penalty,
-            length_form=options.length_form, early_stopping=options.early_stopping,
+            length_form=options.length_form, early_stopping=options.early_stopping, groups=options.beam_groups,
+            diversity=options.diversity_penalty,
         )  # fmt: skip
 
 
 @torch.inference_mode()
 def stream(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None = None) -> Iterator[Tensor]:
     """The tokens (B,) that `generate` puts together, one step at a time."""
+    if options.guessing:
+        yield from _columns(model, ids, options, mask)
+        return
     ends = torch.tensor(ends_of(model.config, options), device=ids.device, dtype=torch.long)
     pad = pad_of(model.config, options)
-    choose = chooser(ids.size(0), options)
-    with _evaluating(model):
-        session = Session(model, ids, mask, options.max_new_tokens, options.start_id)
+    choose = Chooser(ids.size(0), options)
+    with _evaluating(model), Session(model, ids, mask, options.max_new_tokens, options.start_id) as session:
         adjust = adjuster(model, session, options)
         logits, new = session.logits, torch.empty(ids.size(0), 0, dtype=torch.long, device=ids.device)
         finished = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
@@ -98,6 +101,23 @@ def stream(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None =
             logits = session.step(token)
 
 
+def _columns(model: Model, ids: Tensor, options: Options, mask: Tensor | None) -> Iterator[Tensor]:
+    """What guesses bring, a token of every row at a time: a column is given out once all rows are that far."""
+    pad, ends = pad_of(model.config, options), ends_of(model.config, options)
+    rows: list[list[int]] = [[] for _ in ids]
+    given = 0
+    with _evaluating(model), _evaluating(options.draft or model):
+        for new in speculate(model, ids, mask, options):
+            for row, more in zip(rows, new, strict=True):
+                row += more
+            over = [row[-1] in ends or len(row) == options.max_new_tokens for row in rows]
+            lengths = [len(row) for row in rows]
+            ready = max(lengths) if all(over) else min(n for n, done in zip(lengths, over, strict=True) if not done)
+            for place in range(given, ready):
+                yield torch.tensor([row[place] if place < len(row) else pad for row in rows], device=ids.device)
+            given = max(given, ready)
+
+
 @contextmanager
 def _evaluating(model: Model) -> Iterator[None]:
     """No dropout in an answer."""
@@ -107,28 +127,3 @@ def _evaluating(model: Model) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def chooser(batch: int, options: Options) -> Callable[[Tensor], Tensor]:
-    """The function from scores (B, V) to tokens (B,)."""
-    if not options.temperature:
-        return lambda scores: scores.argmax(-1)
-    # One generator for each row: with a seed, all from the same one, so that a row draws as it would alone.
-    seeds = [
-        int(torch.randint(2**62, (), device="cpu")) if options.seed is None else options.seed for _ in range(batch)
-    ]
-    generators = [Generator().manual_seed(value) for value in seeds]
-
-    def choose(scores: Tensor) -> Tensor:
-        scores = sampling.temperature(scores, options.temperature)
-        if options.top_k is not None:
-            scores = sampling.top_k(scores, options.top_k)
-        if options.top_p is not None:
-            scores = sampling.top_p(scores, options.top_p)
-        if options.min_p is not None:
-            scores = sampling.min_p(scores, options.min_p)
-        if options.typical_p is not None:
-            scores = sampling.typical(scores, options.typical_p)
-        return sampling.draw(scores, generators)
-
-    return choose

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from ..config import ModelConfig, unknown
 from ..models import Model
 from . import sampling
-from .session import Session
 
 LENGTH_FORMS = ("power", "gnmt")
 
@@ -26,6 +25,8 @@ class Options:
     length_penalty: float = 1.0
     length_form: str = "power"  # Σ log p / n^α; "gnmt": / ((5 + n) / 6)^α
     early_stopping: bool | str = False  # or "never"
+    beam_groups: int = 1  # that search apart, each keeping off what those before it say
+    diversity_penalty: float = 0.0  # off a token's score, for every time another group says it in the same place
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
@@ -43,6 +44,9 @@ class Options:
     pad_id: int | None = None
     start_id: int | None = None
     seed: int | None = None
+    draft: Model | None = None  # a smaller model of the same tokens, whose guesses the model judges
+    lookup: bool = False  # guess what followed the same few tokens earlier in the text
+    guesses: int = 5  # in one step
 
     def __post_init__(self) -> None:
         for name, fine, rule in (
@@ -55,6 +59,9 @@ class Options:
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
             ("typical_p", self.typical_p is None or 0 < self.typical_p <= 1, "above 0 and at most 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 changes nothing)"),
+            ("guesses", self.guesses >= 1, "at least 1"),
+            ("beam_groups", self.beam_groups >= 1, "at least 1"),
+            ("diversity_penalty", self.diversity_penalty >= 0, "0 or more"),
             ("no_repeat_ngrams", self.no_repeat_ngrams >= 0, "0 (off) or the length of a run"),
         ):
             if not fine:
@@ -63,6 +70,31 @@ class Options:
             raise ValueError(unknown("length_form", self.length_form, LENGTH_FORMS))
         if self.num_beams > 1 and self.temperature:
             raise ValueError(f"num_beams is {self.num_beams} and temperature {self.temperature}; beams do not sample")
+        if self.num_beams % self.beam_groups:
+            raise ValueError(f"{self.num_beams} beams do not make {self.beam_groups} groups of the same size")
+        if self.diversity_penalty and self.beam_groups == 1:
+            raise ValueError(f"diversity_penalty is {self.diversity_penalty}; it needs beam_groups, at least 2")
+        if self.guessing and self.num_beams > 1:
+            raise ValueError(
+                f"num_beams is {self.num_beams}; a draft or a lookup guesses for one answer, not for beams"
+            )
+        if self.draft is not None and self.lookup:
+            raise ValueError("both a draft and a lookup would guess; choose one")
+
+    @property
+    def guessing(self) -> bool:
+        return self.draft is not None or self.lookup
+
+
+class Prompt(Protocol):
+    said: Tensor  # (B, T): what an answer goes on from
+    real: Tensor  # (B, T) bool
+
+
+@dataclass
+class Text:
+    said: Tensor
+    real: Tensor
 
 
 def ends_of(config: ModelConfig, options: Options) -> list[int]:
@@ -76,7 +108,7 @@ def pad_of(config: ModelConfig, options: Options) -> int:
     return pad if pad is not None else ends[0] if ends else 0
 
 
-def adjuster(model: Model, session: Session, options: Options) -> Callable[[Tensor, Tensor], Tensor]:
+def adjuster(model: Model, prompt: Prompt, options: Options) -> Callable[[Tensor, Tensor], Tensor]:
     """The function from logits (rows, V) and the new tokens so far (rows, n) to logits that heed the options."""
     said = model.generation
     first = _token(said, "forced_bos_token_id") if options.forced_first is None else options.forced_first
@@ -88,12 +120,12 @@ def adjuster(model: Model, session: Session, options: Options) -> Callable[[Tens
         raise ValueError(f"token {outside[0]} is not among the {model.config.output_vocab_size} of the model")
 
     def adjust(scores: Tensor, new: Tensor) -> Tensor:
-        times = len(new) // len(session.said)
+        times = len(new) // len(prompt.said)
         if options.repetition_penalty != 1.0:
-            seen = _counts(scores, session.said, session.real).repeat_interleave(times, 0) + _counts(scores, new)
+            seen = _counts(scores, prompt.said, prompt.real).repeat_interleave(times, 0) + _counts(scores, new)
             scores = sampling.repetition_penalty(scores, seen > 0, options.repetition_penalty)
         if options.no_repeat_ngrams:
-            prompts = [row[real].tolist() for row, real in zip(session.said, session.real, strict=True)]
+            prompts = [row[real].tolist() for row, real in zip(prompt.said, prompt.real, strict=True)]
             texts = [prompts[number // times] + row for number, row in enumerate(new.tolist())]
             scores = sampling.no_repeat_ngrams(scores, texts, options.no_repeat_ngrams)
         if options.presence_penalty or options.frequency_penalty:
@@ -102,7 +134,7 @@ def adjuster(model: Model, session: Session, options: Options) -> Callable[[Tens
                 scores, counts, options.presence_penalty, options.frequency_penalty
             )
         scores = sampling.bias(scores, amounts)
-        if first is not None and new.size(1) == 0 and session.said.size(1) == 1:
+        if first is not None and new.size(1) == 0 and prompt.said.size(1) == 1:
             scores = sampling.force(scores, first)
         if last is not None and new.size(1) == options.max_new_tokens - 1:
             scores = sampling.force(scores, last)

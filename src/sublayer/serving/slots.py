@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..core.cache import Cache
-from ..generation.generate import chooser
-from ..generation.options import Options, adjuster, ends_of
-from ..generation.session import Session
+from ..generation.choose import RowChooser
+from ..generation.options import ends_of
 from ..lm import LM
 from ..models import Decoder
 from .answer import Answer, Chance
 from .job import Event, Job
 
 GRAIN = 64  # attention looks at a multiple of this many slots
-SAID = {"forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"}  # settings that change what is chosen
 
 
 class Row:
@@ -54,34 +51,10 @@ class Row:
         return Event(text=text, chances=tuple(chances), tokens=len(self.tokens), reason=reason)
 
 
-class Prompt(Session):
-    """What the options ask of a session: the prompt, whose keys and values are held elsewhere."""
-
-    def __init__(self, ids: list[int], device: torch.device) -> None:
-        self.said = torch.tensor([ids], device=device)
-        self.real = torch.ones_like(self.said, dtype=torch.bool)
-
-
-class Chooser:
-    """The next token of one row, chosen as it would be if the row were alone."""
-
-    def __init__(self, lm: LM, job: Job) -> None:
-        options = job.options
-        plain = Options(max_new_tokens=1, eos_id=options.eos_id)
-        self.greedy = replace(options, max_new_tokens=1, seed=None) == plain and not SAID & set(lm.model.generation)
-        self._adjust = adjuster(lm.model, Prompt(job.prompt, lm.model.device), options)
-        self._choose: Callable[[Tensor], Tensor] = chooser(1, options)
-
-    def __call__(self, logits: Tensor, tokens: list[int]) -> Tensor:
-        """Logits (1, V) to the token (1,)."""
-        new = torch.tensor([tokens], dtype=torch.long, device=logits.device)
-        return self._choose(self._adjust(logits, new))
-
-
 class SlotRow(Row):
     def __init__(self, lm: LM, job: Job) -> None:
         super().__init__(lm, job)
-        self.choose = Chooser(lm, job)
+        self.choose = RowChooser(lm.model, job.prompt, job.options)
 
 
 class Slots:
@@ -92,7 +65,7 @@ class Slots:
         scaling = lm.config.rotary_scaling
         # Where the angles depend on how long the text is, a prompt in pieces would not be the prompt as a whole.
         self.chunk = capacity if scaling is not None and scaling.kind == "dynamic" else chunk
-        self.cache = self.model.make_cache(rows, capacity)
+        self.cache = self.model.make_cache(rows, capacity, self.chunk)
         self.rows: list[SlotRow | None] = [None] * rows
         self._order: list[SlotRow] = []  # as they came
 
@@ -154,7 +127,7 @@ class Slots:
         logits = logits.float()
         likeliest = logits.argmax(-1)
         chosen = [
-            likeliest[number] if row.choose.greedy else row.choose(logits[number : number + 1], row.tokens)[0]
+            likeliest[number] if row.choose.greedy else row.choose(logits[number], row.tokens)
             for number, row in enumerate(rows)
         ]
         tokens: list[int] = torch.stack(chosen).tolist()
