@@ -83,8 +83,9 @@ class Cache:
 
     def size(self, window: int | None) -> int:
         """Slots of a layer that looks this far."""
-        bounded = window is not None and self.chunk is not None
-        return min(self.capacity, window + self.chunk - 1) if bounded else self.capacity
+        if window is None or self.chunk is None:
+            return self.capacity
+        return min(self.capacity, window + self.chunk - 1)
 
     @property
     def bytes(self) -> int:

@@ -7,13 +7,15 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from .feedforward import ACTIVATION
-from .layers import Linear
+from .layers import Linear, linear
 from .layout import Packing, first_tokens
 from .norm import make_norm
 
 
 class Logits(nn.Module):
     """The output matrix over a vocabulary, often the token matrix itself, with its scale and bias."""
+
+    packed: Tensor | None = None  # as in `Linear`
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -27,7 +29,7 @@ class Logits(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         features = features if self.scale == 1.0 else features * self.scale
-        return nn.functional.linear(features, self.weight, self.bias)
+        return linear(features, self.weight, self.bias, self.packed)
 
 
 class LanguageModel(nn.Module):

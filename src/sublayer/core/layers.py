@@ -6,16 +6,31 @@ every layer, and torch imports its whole compiler to draw nothing.
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 
 class Linear(nn.Linear):
+    packed: Tensor | None = None  # the weight in oneDNN's own order, while someone generates on a CPU
+
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.packed)
 
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
+    """x·Wᵀ + b, by the packed weight if there is one."""
+    if packed is None:
+        return F.linear(x, weight, bias)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return out

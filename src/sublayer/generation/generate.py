@@ -13,6 +13,7 @@ from ..models import Model
 from .beam import Beams, beam_search
 from .choose import Chooser
 from .options import Options, adjuster, ends_of, pad_of
+from .pack import packed
 from .session import Session
 from .speculative import speculate
 
@@ -124,6 +125,7 @@ def _evaluating(model: Model) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:
-        yield
+        with packed(model, keep=not was_training):  # a model in training has other weights next time
+            yield
     finally:
         model.train(was_training)
