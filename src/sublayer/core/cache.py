@@ -20,20 +20,22 @@ from ..config import ModelConfig
 from .layout import Layout, may_look
 
 
+Index = tuple[Tensor | slice, Tensor | slice]  # rows and slots
+
+
 @dataclass
 class Entry:
     """What one self-attention layer reads and writes in one step."""
 
     keys: Tensor  # (B, size + 1, K, E)
     values: Tensor
-    slots: Tensor  # (B, T): where the new tokens go
+    slots: Index  # where the new tokens go
     reach: int  # slots that are read
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values (B, T, K, E); give back those so far (B, reach, K, E)."""
-        rows = torch.arange(self.slots.size(0), device=self.slots.device)[:, None]
-        self.keys[rows, self.slots] = key.to(self.keys.dtype)
-        self.values[rows, self.slots] = value.to(self.values.dtype)
+        self.keys[self.slots] = key.to(self.keys.dtype)
+        self.values[self.slots] = value.to(self.values.dtype)
         return self.keys[:, : self.reach].to(key.dtype), self.values[:, : self.reach].to(value.dtype)
 
 
@@ -120,15 +122,23 @@ class Cache:
                 f"token {int(real.max()) + 1} of a sequence does not fit into a cache of {self.capacity}; "
                 "make the cache as long as the prompt and the answer together"
             )
-        targets: dict[int, tuple[Tensor, int]] = {}
-        for size in {self.size(window) for window in self.windows}:
-            places = slots if size == self.capacity else slots % size
-            places = places if layout.valid is None else torch.where(layout.valid, places, size)
-            targets[size] = places, self.reach(layout, size)
+        sizes = {self.size(window) for window in self.windows}
+        targets = {size: (self._index(layout, size), self.reach(layout, size)) for size in sizes}
         return [
             Entry(keys, values, *targets[self.size(window)])
             for keys, values, window in zip(self.keys, self.values, self.windows, strict=True)
         ]
+
+    def _index(self, layout: Layout, size: int) -> Index:
+        """Where new tokens go in layers of this size."""
+        slots, tokens = layout.positions, layout.positions.size(-1)
+        if layout.valid is None and slots.device.type == "cpu" and may_look(slots):
+            first = int(slots[0, 0]) % size
+            if first + tokens <= size and (len(slots) == 1 or bool((slots[:, 0] == slots[0, 0]).all())):
+                return slice(None), slice(first, first + tokens)  # the same place in every row: copied, not scattered
+        slots = slots if size == self.capacity else slots % size
+        slots = slots if layout.valid is None else torch.where(layout.valid, slots, size)
+        return torch.arange(slots.size(0), device=slots.device)[:, None], slots
 
     def remember(self, memory: Layout | None) -> Layout:
         """The layout of the source: that of this call, or that of the call which brought it."""
