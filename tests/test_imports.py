@@ -21,8 +21,9 @@ ALLOWED = {
     "training": {"config", "core", "models", "data"},
     "generation": {"config", "core", "models", "data"},
     "inspection": {"config", "core", "models", "data"},
-    "lm": {"config", "core", "models", "data", "hub", "generation"},
-    "serving": {"lm", "config", "core", "models", "data", "hub", "training", "generation", "inspection"},
+    "lora": {"config", "core", "models", "hub"},
+    "lm": {"config", "core", "models", "data", "hub", "generation", "lora"},
+    "serving": {"lm", "lora", "config", "core", "models", "data", "hub", "training", "generation", "inspection"},
 }
 
 

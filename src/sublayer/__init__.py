@@ -9,6 +9,7 @@ from .config import ModelConfig, RotaryScaling
 from .presets import preset, presets
 
 if TYPE_CHECKING:
+    from . import lora as lora
     from .core.cache import Cache as Cache
     from .core.layout import Packing as Packing
     from .generation import generate as generate
@@ -27,6 +28,7 @@ _LAZY = {
     "generate": ".generation",
     "load": ".lm",
     "load_model": ".hub",
+    "lora": ".lora",
     "save_model": ".hub",
 }
 __all__ = ["ModelConfig", "RotaryScaling", "preset", "presets", *_LAZY]
@@ -35,7 +37,8 @@ __all__ = ["ModelConfig", "RotaryScaling", "preset", "presets", *_LAZY]
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'sublayer' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+    module = importlib.import_module(_LAZY[name], __name__)
+    value = module if _LAZY[name] == f".{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -10,11 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from . import lora
 from .config import unknown
 from .data import Tokenizer
 from .data.tokenizer import FILES
 from .hub import load_model, save_model
 from .hub.download import resolve
+from .hub.heads import under_head_of
 from .hub.save import describe
 from .models import Model, parse_dtype
 
@@ -22,7 +24,14 @@ GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q
 
 
 def convert(
-    source: str, target: str, to: str | None, dtype: str | None, max_shard_size: str, *, as_json: bool = False
+    source: str,
+    target: str,
+    to: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    *,
+    merge: str | None = None,
+    as_json: bool = False,
 ) -> None:
     to = to or ("gguf" if target.endswith(".gguf") else "hf")
     path, out = resolve(source), Path(target)
@@ -32,6 +41,10 @@ def convert(
     start = time.perf_counter()
     # GGUF packs its own types; a folder is written in the dtype asked for.
     model = load_model(path, device="cpu")
+    if merge is not None:
+        model = under_head_of(model, Path(merge))
+        lora.load(model, merge)
+        lora.merge(model, keep=False)
     if to == "gguf":
         _write_gguf(model, path, out, dtype)
     else:

@@ -1,7 +1,7 @@
 """The parts every Transformer is made of.
 
 Reading order: layers, layout, norm, positions, masks, kernels, cache, attention, feedforward, block, embeddings, heads,
-stack.
+stack; and quantized, for layers in few bits.
 
 Letters in shape comments:
     B batch    T tokens in a row    S tokens of the source, or slots of a cache    N tokens of a packed batch

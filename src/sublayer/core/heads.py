@@ -27,6 +27,10 @@ class Logits(nn.Module):
         else:
             self.register_buffer("bias", bias if config.logits_bias == "fixed" else None)
 
+    def matrix(self) -> tuple[Tensor, Tensor | None]:
+        """What the features are multiplied by, and the bias: for a loss that never holds all the logits."""
+        return self.weight, self.bias
+
     def forward(self, features: Tensor) -> Tensor:
         features = features if self.scale == 1.0 else features * self.scale
         return linear(features, self.weight, self.bias, self.packed)

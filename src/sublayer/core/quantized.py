@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from abc import abstractmethod
 from collections.abc import Container
 from typing import Any
 
@@ -22,10 +23,7 @@ BLOCK, SCALE_BLOCK = 64, 256  # weights with one scale, and scales with one scal
 
 
 class Quantized(nn.Linear):
-    """In the place of a linear layer, and under its name. It does not learn; gradients pass through it to its input.
-
-    `weight` is the matrix that the codes stand for, made anew in float32 each time.
-    """
+    """In the place of a linear layer, and under its name. It does not learn; gradients pass through it to its input."""
 
     bits: int
     codes: Tensor
@@ -36,6 +34,14 @@ class Quantized(nn.Linear):
         self.bias = layer.bias
         self.compute_dtype = compute_dtype
         self.requires_grad_(False).train(layer.training)
+
+    @abstractmethod
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        """The matrix that the codes stand for, made anew."""
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.decode(torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.compute_dtype or (x.dtype if x.device.type == "cpu" else torch.bfloat16)
@@ -70,27 +76,31 @@ class NormalFloat4(Quantized):
         if double:
             self.keep(scale_scales=state.state2.absmax, scale_mean=state.offset, scale_table=state.state2.code)
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        out: Tensor = library().functional.dequantize_4bit(self.codes, self._state())
-        return out
+    def decode(self, dtype: torch.dtype) -> Tensor:
+        # By rows of one block: with AVX-512, bitsandbytes 0.50 lets every row begin a block, also where it does not.
+        count = self.in_features * self.out_features
+        shape = (count // BLOCK, BLOCK) if count % BLOCK == 0 else (1, count)
+        out: Tensor = library().functional.dequantize_4bit(self.codes, self._state(shape, dtype))
+        return out.reshape(self.out_features, self.in_features)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = library().matmul_4bit(x, self.codes, self._state(), bias=bias)
+        if x.device.type == "cpu":
+            return super().product(x, bias)
+        shape = (self.out_features, self.in_features)
+        out: Tensor = library().matmul_4bit(x, self.codes, self._state(shape, x.dtype), bias=bias)
         return out
 
-    def _state(self) -> Any:
+    def _state(self, shape: tuple[int, int], dtype: torch.dtype) -> Any:
         """The statistics in the form in which bitsandbytes takes them."""
-        make = functools.partial(library().functional.QuantState, dtype=torch.float32)
-        whole = functools.partial(
-            make, shape=torch.Size((self.out_features, self.in_features)), blocksize=BLOCK, quant_type="nf4"
-        )
+        state = library().functional.QuantState
+        whole = functools.partial(state, shape=torch.Size(shape), dtype=dtype, blocksize=BLOCK, quant_type="nf4")
         if self.scales.dtype != torch.uint8:
             return whole(self.scales.view(torch.float32))
         scales, mean, table = (
             bits.view(torch.float32) for bits in (self.scale_scales, self.scale_mean, self.scale_table)
         )
-        return whole(self.scales, offset=mean, state2=make(scales, code=table, blocksize=SCALE_BLOCK))
+        more = state(scales, code=table, dtype=torch.float32, blocksize=SCALE_BLOCK)
+        return whole(self.scales, offset=mean, state2=more)
 
 
 class Integer8(Quantized):
@@ -104,10 +114,9 @@ class Integer8(Quantized):
         codes, scales, _ = library().functional.int8_vectorwise_quant(weight.to(torch.float16).contiguous())
         self.keep(codes=codes, scales=scales)
 
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def decode(self, dtype: torch.dtype) -> Tensor:
         out: Tensor = library().functional.int8_vectorwise_dequant(self.codes, self.scales.view(torch.float32))
-        return out
+        return out.to(dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -116,11 +125,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: Quantized) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.weight.to(x.dtype), bias)
+        return F.linear(x, layer.decode(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient @ ctx.layer.weight.to(gradient.dtype), None, None
+        return gradient @ ctx.layer.decode(gradient.dtype), None, None
 
 
 KINDS: dict[int, type[NormalFloat4] | type[Integer8]] = {4: NormalFloat4, 8: Integer8}

@@ -15,6 +15,11 @@ from . import sampling
 
 LENGTH_FORMS = ("power", "gnmt")
 
+# For the new tokens of each row so far, which tokens may come next: (rows, V) bool, on the CPU.
+Allowed = Callable[[list[list[int]]], Tensor]
+# That function for one generation, given the tokens that end an answer, and V; `constraint.py` has those of grammars.
+Constraint = Callable[[Sequence[int], int], Allowed]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -38,6 +43,8 @@ class Options:
     no_repeat_ngrams: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     suppress: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()  # runs of tokens that no text gets, the prompt's end included
+    constraint: Constraint | None = None  # it wins where others forbid all that it allows
     forced_first: int | None = None  # the answer begins with this token
     forced_last: int | None = None  # and ends with this one, if nothing else ends it in time
     eos_id: int | Sequence[int] | None = None
@@ -63,6 +70,7 @@ class Options:
             ("beam_groups", self.beam_groups >= 1, "at least 1"),
             ("diversity_penalty", self.diversity_penalty >= 0, "0 or more"),
             ("no_repeat_ngrams", self.no_repeat_ngrams >= 0, "0 (off) or the length of a run"),
+            ("bad_words", all(self.bad_words), "lists of tokens, none of them empty"),
         ):
             if not fine:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {rule}")
@@ -113,31 +121,41 @@ def adjuster(model: Model, prompt: Prompt, options: Options) -> Callable[[Tensor
     said = model.generation
     first = _token(said, "forced_bos_token_id") if options.forced_first is None else options.forced_first
     last = _token(said, "forced_eos_token_id") if options.forced_last is None else options.forced_last
-    banned = [*options.suppress, *_single_words(said.get("bad_words_ids"))]
+    size, ends = model.config.output_vocab_size, ends_of(model.config, options)
+    words = [list(word) for word in (*options.bad_words, *_words(said.get("bad_words_ids")))]
+    words = [word for word in words if word not in [[end] for end in ends]]
+    banned = [*options.suppress, *(word[0] for word in words if len(word) == 1)]
+    runs = [word for word in words if len(word) > 1]
     amounts = dict(options.logit_bias) | dict.fromkeys(banned, -float("inf"))
-    outside = [token for token in amounts if not 0 <= token < model.config.output_vocab_size]
+    outside = [token for token in (*amounts, *(token for run in runs for token in run)) if not 0 <= token < size]
     if outside:
-        raise ValueError(f"token {outside[0]} is not among the {model.config.output_vocab_size} of the model")
+        raise ValueError(f"token {outside[0]} is not among the {size} of the model")
+    begins = first is not None and prompt.said.size(1) == 1
+    allowed = None if options.constraint is None else options.constraint(ends, size)
 
     def adjust(scores: Tensor, new: Tensor) -> Tensor:
-        times = len(new) // len(prompt.said)
+        times, plain = len(new) // len(prompt.said), scores
         if options.repetition_penalty != 1.0:
             seen = _counts(scores, prompt.said, prompt.real).repeat_interleave(times, 0) + _counts(scores, new)
             scores = sampling.repetition_penalty(scores, seen > 0, options.repetition_penalty)
-        if options.no_repeat_ngrams:
+        if options.no_repeat_ngrams or runs:
             prompts = [row[real].tolist() for row, real in zip(prompt.said, prompt.real, strict=True)]
             texts = [prompts[number // times] + row for number, row in enumerate(new.tolist())]
-            scores = sampling.no_repeat_ngrams(scores, texts, options.no_repeat_ngrams)
+            scores = forbid_runs(scores, texts, runs)
+            if options.no_repeat_ngrams:
+                scores = sampling.no_repeat_ngrams(scores, texts, options.no_repeat_ngrams)
         if options.presence_penalty or options.frequency_penalty:
             counts = _counts(scores, new)
             scores = sampling.presence_and_frequency(
                 scores, counts, options.presence_penalty, options.frequency_penalty
             )
         scores = sampling.bias(scores, amounts)
-        if first is not None and new.size(1) == 0 and prompt.said.size(1) == 1:
+        if first is not None and begins and new.size(1) == 0:
             scores = sampling.force(scores, first)
         if last is not None and new.size(1) == options.max_new_tokens - 1:
             scores = sampling.force(scores, last)
+        if allowed is not None and new.size(1) >= begins:  # a first token that is forced is no part of it
+            scores = allow(scores, allowed(new[:, int(begins) :].tolist()).to(scores.device), plain)
         return scores
 
     return adjust
@@ -156,8 +174,22 @@ def _token(said: Mapping[str, Any], name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _single_words(words: Any) -> list[int]:
-    """Forbidden words of one token, as Marian's checkpoints forbid padding."""
-    if not isinstance(words, list):
-        return []
-    return [word[0] for word in words if isinstance(word, list) and len(word) == 1 and isinstance(word[0], int)]
+def forbid_runs(scores: Tensor, texts: Sequence[Sequence[int]], runs: Sequence[Sequence[int]]) -> Tensor:
+    """Forbid the last token of a run where a text ends with all before it."""
+    scores = scores.clone()
+    for row, text in enumerate(texts):
+        scores[row, [run[-1] for run in runs if list(text[-len(run) + 1 :]) == list(run[:-1])]] = -torch.inf
+    return scores
+
+
+def allow(scores: Tensor, allowed: Tensor, plain: Tensor) -> Tensor:
+    """Leave what is allowed; where nothing of it was left before, as it is in the plain scores."""
+    left = scores.masked_fill(~allowed, -torch.inf)
+    nothing = left.amax(-1, keepdim=True) == -torch.inf
+    return torch.where(nothing, plain.masked_fill(~allowed, -torch.inf), left)
+
+
+def _words(words: Any) -> list[list[int]]:
+    """Forbidden words of generation settings, as Marian's checkpoints forbid padding."""
+    lists = [word for word in words if isinstance(word, list) and word] if isinstance(words, list) else []
+    return [word for word in lists if all(isinstance(token, int) for token in word)]

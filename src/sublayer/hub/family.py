@@ -48,6 +48,7 @@ class Family:
     prefix: str = ""  # the name of the body in a model with a head; bare in one without
     always_ties: bool = False  # an absent output matrix is tied whatever config.json says
     copies: tuple[tuple[str, str], ...] = ()  # (name, original): stored twice by some writers
+    modules: tuple[tuple[str, str], ...] = ()  # (on disk, in transformers): modules called otherwise than their weights
     ignored: tuple[str, ...] = ()  # regular expressions: stored by some writers and no weights
 
     def read_config(self, theirs: Values, architecture: str) -> ModelConfig:

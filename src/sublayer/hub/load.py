@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig, unknown
+from ..core.quantized import quantize_blocks
 from ..models import Model, build, collector_paused, materialize, parse_dtype
 from .download import resolve
 from .families import FAMILIES
@@ -27,15 +28,18 @@ def load_model(
     folder: str | os.PathLike[str],
     device: torch.device | str | None = None,
     dtype: torch.dtype | str | None = None,
+    *,
+    bits: int | None = None,
 ) -> Model:
     """The model in a folder, ready to run: straight to its device, and in its own dtype unless told otherwise.
 
-    `folder` may also be a GGUF file, or the name of a model on the hub (`organisation/name`). Nothing that the
-    checkpoint contains is executed.
+    With `bits`, 4 or 8, the projections are held in as many (`sublayer.lora.quantize`), and on a GPU they are never all
+    there as a whole. `folder` may also be a GGUF file, or the name of a model on the hub (`organisation/name`). Nothing
+    that the checkpoint contains is executed.
     """
     path = resolve(folder)
     if path.suffix == ".gguf":
-        return _load_gguf(path, device, dtype)
+        return _load_gguf(path, device, dtype, bits)
     theirs = read_json(path / "config.json")
     if theirs.get("auto_map"):
         raise CheckpointError(
@@ -47,10 +51,11 @@ def load_model(
         model, plan, tensors = _fit_own(theirs, stored, path)
     else:
         family = find_family(theirs, path)
-        model, plan, tensors = fit(family, family.read_config(theirs, _architecture(theirs, family)), stored, path)
+        model, plan, tensors = fit(family, family.read_config(theirs, architecture(theirs, family)), stored, path)
     with collector_paused():
-        _fill(model, plan, tensors, device, dtype)
+        _fill(model, plan, tensors, device, dtype, bits)
     model.origin = theirs
+    model.source = str(path.resolve()) if Path(folder).expanduser().exists() else str(folder)
     _read_generation(model, path / "generation_config.json")
     return model.eval()
 
@@ -69,14 +74,14 @@ def _read_generation(model: Model, path: Path) -> None:
         raise CheckpointError(f"{path}: {error}") from None
 
 
-def find_family(theirs: dict[str, Any], path: Path) -> Family:
+def find_family(theirs: dict[str, Any], path: Path | str) -> Family:
     kind = theirs.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(f"{path}: " + unknown("model_type in config.json", kind, [*FAMILIES, OWN_TYPE]))
     return FAMILIES[kind]
 
 
-def _architecture(theirs: dict[str, Any], family: Family) -> str:
+def architecture(theirs: dict[str, Any], family: Family) -> str:
     named = theirs.get("architectures") or [next(iter(family.architectures))]
     if not isinstance(named, list) or not isinstance(named[0], str):
         raise CheckpointError(f"config.json: architectures is {named!r}; expected a list of class names")
@@ -104,13 +109,15 @@ def _fill(
     tensors: dict[str, StoredTensor],
     device: torch.device | str | None,
     dtype: torch.dtype | str | None,
+    bits: int | None,
 ) -> None:
     """Give the model memory and read every tensor once into its place."""
     device = torch.device(device) if device is not None else torch.get_default_device()
     model.to(dtype=parse_dtype(dtype) or _usual_dtype(plan, tensors, device))
     if device.type == "meta":
         return
-    materialize(model, lambda name, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    room = device if bits is None else torch.device("cpu")
+    materialize(model, lambda name, tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=room))
     state = model.state_dict(keep_vars=True)
     for step in plan:
         places = [state[name].detach() for name in step.rule.ours]
@@ -121,6 +128,8 @@ def _fill(
         else:
             for place, part in zip(places, step.rule.op.load(tensors[step.stored].load()), strict=True):
                 place.copy_(part)
+    if bits is not None:
+        quantize_blocks(model, bits, device=device)
 
 
 def _place(stored: StoredTensor, place: Tensor) -> None:
@@ -140,7 +149,9 @@ def _usual_dtype(plan: list[Move], tensors: dict[str, StoredTensor], device: tor
     return torch.float32 if usual == torch.float16 and device.type == "cpu" else usual
 
 
-def _load_gguf(path: Path, device: torch.device | str | None, dtype: torch.dtype | str | None) -> Model:
+def _load_gguf(
+    path: Path, device: torch.device | str | None, dtype: torch.dtype | str | None, bits: int | None
+) -> Model:
     from .gguf import read_gguf
 
     checkpoint = read_gguf(path)
@@ -154,5 +165,5 @@ def _load_gguf(path: Path, device: torch.device | str | None, dtype: torch.dtype
     for move in plan:
         if checkpoint.tensors[move.stored].shape != tuple(state[move.stored].shape):
             raise CheckpointError(f"{path}: the tensor for {move.stored!r} has another shape than the metadata says")
-    _fill(model, plan, checkpoint.tensors, device, dtype)
+    _fill(model, plan, checkpoint.tensors, device, dtype, bits)
     return model.eval()

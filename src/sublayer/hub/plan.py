@@ -26,11 +26,14 @@ class Move:
     rule: Rule
 
 
-def moves(family: Family, model: Model, bare: bool) -> list[Move]:
-    """Every tensor of a model under the name it has on disk; `bare` leaves out the name of the body."""
+def moves(family: Family, model: Model, bare: bool, *, tied: bool = False) -> list[Move]:
+    """Every tensor of a model under the name it has on disk; `bare` leaves out the name of the body.
+
+    With `tied`, a tied output matrix is among them under the name it would have.
+    """
     config = model.config
     names = set(model.state_dict())
-    if config.tie_embeddings:
+    if config.tie_embeddings and not tied:
         names.discard("head.logits.weight")  # it is the token matrix
     layers = {"encoder": config.num_encoder_layers, "decoder": config.num_decoder_layers}
     rules = expand(family.rules(config), layers, names.__contains__)

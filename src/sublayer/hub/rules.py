@@ -15,13 +15,14 @@ class Op:
 
     load: Callable[[Tensor], Sequence[Tensor]]
     save: Callable[[Sequence[Tensor]], Tensor]
+    transposed: bool = False  # a matrix is stored as (in, out)
 
 
 SAME = Op(lambda stored: (stored,), lambda ours: ours[0])
 # GPT-2 keeps its linear layers as (in, out), with query, key and value side by side.
-TRANSPOSE = Op(lambda stored: (stored.T,), lambda ours: ours[0].T)
+TRANSPOSE = Op(lambda stored: (stored.T,), lambda ours: ours[0].T, transposed=True)
 FUSED = Op(lambda stored: stored.chunk(3), lambda ours: torch.cat(list(ours)))
-FUSED_TRANSPOSE = Op(lambda stored: stored.T.chunk(3), lambda ours: torch.cat(list(ours)).T)
+FUSED_TRANSPOSE = Op(lambda stored: stored.T.chunk(3), lambda ours: torch.cat(list(ours)).T, transposed=True)
 
 
 def leading_ones(count: int) -> Op:

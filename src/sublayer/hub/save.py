@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.quantized import bits_of
 from ..models import Model, parse_dtype
 from .families import FAMILIES
 from .family import Family, canonical
@@ -43,9 +44,7 @@ def save_model(
     called with the bytes written and the bytes in all.
     """
     theirs, plan = describe(model)
-    if model.labels:
-        theirs["id2label"] = {str(n): name for n, name in enumerate(model.labels)}
-        theirs["label2id"] = {name: n for n, name in enumerate(model.labels)}
+    theirs |= label_names(model)
     wanted = parse_dtype(dtype)
     theirs |= {"dtype": str(wanted or model.dtype).removeprefix("torch.")}
     theirs.pop("torch_dtype", None)
@@ -64,29 +63,47 @@ def save_model(
             if progress is not None:
                 progress(written, total)
         if len(shards) > 1:
-            _write_json(
+            write_json(
                 temporary / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
             )
-        _write_json(temporary / "config.json", theirs)
+        write_json(temporary / "config.json", theirs)
         generation = _generation_config(model)
         if generation:
-            _write_json(temporary / "generation_config.json", generation)
+            write_json(temporary / "generation_config.json", generation)
 
 
-def describe(model: Model) -> tuple[dict[str, Any], list[Move]]:
-    """config.json for a model, and its tensors under the names they get on disk."""
+def label_names(model: Model) -> dict[str, Any]:
+    """What config.json calls the classes of a classifier, where the model has names for them."""
+    if not model.labels:
+        return {}
+    ours = dict(enumerate(model.labels))
+    return {"id2label": {str(n): name for n, name in ours.items()}, "label2id": {name: n for n, name in ours.items()}}
+
+
+def describe(model: Model, *, tied: bool = False) -> tuple[dict[str, Any], list[Move]]:
+    """config.json for a model, and its tensors under the names they get on disk; a tied output matrix if asked for."""
+    if bits_of(model) is not None:
+        raise ValueError(
+            f"the model's weights are in {bits_of(model)} bits; save its adapter alone (sublayer.lora.save), or merge "
+            "that into the original (sublayer convert MODEL OUT --merge ADAPTER)"
+        )
+    if any(".lora." in name for name in model.state_dict()):
+        raise ValueError(
+            "the model has adapters; merge them first (sublayer.lora.merge), or save them alone (sublayer.lora.save)"
+        )
     origin = model.origin or {}
     kind = origin.get("model_type")
     first = [FAMILIES[kind]] if kind in FAMILIES else []
     for family in [*first, *FAMILIES.values()]:
         theirs = _config_of(family, model, origin)
         if theirs is not None:
-            plan = moves(family, model, bare=model.config.head == "none")
+            plan = moves(family, model, bare=model.config.head == "none", tied=tied)
             covered(model, plan)
             return theirs, plan
     config = {"model_type": OWN_TYPE, "architectures": ["SublayerModel"], "sublayer": model.config.to_dict()}
-    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}  # a tied one once
-    return config, [Move(name, Rule(name, (name,))) for name in names.values()]
+    state = model.state_dict(keep_vars=True)
+    names = list(state) if tied else list({id(tensor): name for name, tensor in state.items()}.values())
+    return config, [Move(name, Rule(name, (name,))) for name in names]
 
 
 def _config_of(family: Family, model: Model, origin: dict[str, Any]) -> dict[str, Any] | None:
@@ -149,7 +166,7 @@ def _write_shard(state: dict[str, Tensor], shard: list[Move], dtype: torch.dtype
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
+def write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

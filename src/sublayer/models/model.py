@@ -10,6 +10,7 @@ from torch import nn
 from ..config import ModelConfig
 from ..core.cache import Cache
 from ..core.heads import LanguageModel, MaskedLanguageModel, make_head
+from ..core.quantized import Quantized
 
 
 class Model(nn.Module):
@@ -20,6 +21,7 @@ class Model(nn.Module):
         self.config = config
         # What it was loaded from: config.json and generation_config.json as they were.
         self.origin: dict[str, Any] | None = None
+        self.source: str | None = None  # the folder, or the name on the hub
         self.generation: dict[str, Any] = {}
         self.labels: tuple[str, ...] = ()  # what the classes of a classifier are called
         self.head = make_head(config)
@@ -39,7 +41,8 @@ class Model(nn.Module):
 
     def num_parameters(self) -> int:
         """Each parameter once, however many places use it."""
-        return sum(parameter.numel() for parameter in self.parameters())
+        coded = (part.in_features * part.out_features for part in self.modules() if isinstance(part, Quantized))
+        return sum(parameter.numel() for parameter in self.parameters()) + sum(coded)
 
     def make_cache(self, batch: int, capacity: int, chunk: int | None = None) -> Cache:
         """Room for the keys and values of `capacity` tokens in each of `batch` rows.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.cache import Cache
 from ..generation.choose import RowChooser
+from ..generation.constraint import Stuck
 from ..generation.options import ends_of
+from ..generation.session import start_of
 from ..lm import LM
-from ..models import Decoder
-from .answer import Answer, Chance
+from ..generation.answer import Answer, Chance
 from .job import Event, Job
 
 GRAIN = 64  # attention looks at a multiple of this many slots
@@ -54,13 +56,14 @@ class Row:
 class SlotRow(Row):
     def __init__(self, lm: LM, job: Job) -> None:
         super().__init__(lm, job)
-        self.choose = RowChooser(lm.model, job.prompt, job.options)
+        # The text that an encoder-decoder goes on with is that of its answer, which begins with one token.
+        self.said = job.prompt if lm.config.shape == "decoder" else [start_of(lm.config, job.options.start_id)]
+        self.choose = RowChooser(lm.model, self.said, job.options)
 
 
 class Slots:
     def __init__(self, lm: LM, rows: int, capacity: int, chunk: int = 256) -> None:
-        assert isinstance(lm.model, Decoder)
-        self.model = lm.model
+        self.model: Any = lm.model
         self.capacity = capacity
         scaling = lm.config.rotary_scaling
         # Where the angles depend on how long the text is, a prompt in pieces would not be the prompt as a whole.
@@ -114,10 +117,14 @@ class Slots:
         # Padding goes to the slot behind the last one read, so that must hold nothing in any of the rows.
         longest = max(row.read + row.ready for row in self.rows[start:stop] if row is not None)
         cache = self._view(start, stop, longest)
-        features = self.model.features(ids, mask=None if all(real) else mask, cache=cache)[:, -1]
+        features = self._features(ids, None if all(real) else mask, cache)[:, -1]
         for row in active:
             row.read += 1
         return self._choose(active, self.model.head(features[mask[:, 0]]))
+
+    def _features(self, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        features: Tensor = self.model.features(ids, mask=mask, cache=cache)
+        return features
 
     def _view(self, start: int, stop: int, tokens: int) -> Cache:
         return self.cache.rows(start, stop, -(-tokens // GRAIN) * GRAIN)
@@ -126,14 +133,20 @@ class Slots:
         """Tokens from logits (rows, V). One look at the device's answer for all of them."""
         logits = logits.float()
         likeliest = logits.argmax(-1)
-        chosen = [
-            likeliest[number] if row.choose.greedy else row.choose(logits[number], row.tokens)
-            for number, row in enumerate(rows)
-        ]
+        stuck: set[int] = set()
+        chosen = []
+        for number, row in enumerate(rows):
+            try:
+                chosen.append(likeliest[number] if row.choose.greedy else row.choose(logits[number], row.tokens))
+            except Stuck:  # this answer fails, not those beside it
+                stuck.add(number)
+                chosen.append(likeliest[number])
         tokens: list[int] = torch.stack(chosen).tolist()
         return [
-            (row, row.accept(token, _chance(scores, token, row.job.top)))
-            for row, token, scores in zip(rows, tokens, logits, strict=True)
+            (row, Event(error="stuck", tokens=len(row.tokens)))
+            if number in stuck
+            else (row, row.accept(tokens[number], _chance(logits[number], tokens[number], row.job.top)))
+            for number, row in enumerate(rows)
         ]
 
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..config import unknown
+from ..data import Tokenizer
+from ..generation.constraint import Grammar, grammar_of
 
 # Fields that change nothing about an answer here; clients send them as a matter of course.
 IGNORED = {
@@ -16,14 +18,18 @@ IGNORED = {
 # Fields that would change it, and the values at which they do not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []), "tool_choice": (None, "none", "auto"), "functions": (None, []),
-    "function_call": (None, "none", "auto"), "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]), "audio": (None,), "prediction": (None,), "reasoning_effort": (None, "none"),
+    "function_call": (None, "none", "auto"), "modalities": (None, ["text"]), "audio": (None,),
+    "prediction": (None,), "reasoning_effort": (None, "none"),
     "web_search_options": (None,), "suffix": (None, ""), "echo": (None, False), "best_of": (None, 1),
 }  # fmt: skip
 INT64 = 2**63
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Bias = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+Bias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
+]
+Word = Annotated[str, Field(min_length=1)]
 
 
 class Refused(ValueError):
@@ -44,7 +50,8 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             raise ValueError("the body must be a JSON object")
         for name, value in values.items():
-            if name in UNSUPPORTED and name not in cls.model_fields and value not in UNSUPPORTED[name]:
+            same = [value == one and type(value) is type(one) for one in UNSUPPORTED.get(name, ())]  # 0 is not False
+            if same and name not in cls.model_fields and not any(same):
                 raise ValueError(f"{name} is not supported by this server; leave it out")
             if name not in cls.model_fields and name not in IGNORED and name not in UNSUPPORTED:
                 raise ValueError(unknown("field", str(name), sorted(cls.model_fields)))
@@ -56,8 +63,30 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class PlainFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    form: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None  # a schema is always kept to
+
+
+class SchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
 class Wish(Body):
-    """What completions and chats have in common. Three fields are not OpenAI's: top_k, min_p, repetition_penalty."""
+    """What completions and chats have in common.
+
+    Not OpenAI's are top_k, min_p and repetition_penalty, and regex and grammar, which bind an answer as a schema does.
+    """
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -68,19 +97,14 @@ class Wish(Body):
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = None
     seed: int | None = Field(default=None, ge=-INT64, lt=INT64)
-    stop: str | list[str] | None = None
+    stop: Word | Annotated[list[Word], Field(max_length=4)] | None = None
     n: int | None = Field(default=None, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        words = [value] if isinstance(value, str) else value or []
-        if len(words) > 4 or not all(words):
-            raise ValueError("give at most 4 strings, none of them empty")
-        return value
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -89,6 +113,22 @@ class Wish(Body):
         if wrong is not None:
             raise ValueError(f"{wrong[:40]!r} is no token; the keys are ids of tokens")
         return value
+
+    def constraint(self, tokenizer: Tokenizer) -> Grammar | None:
+        """The form that the answer must have, compiled."""
+        format, found = self.response_format, dict[str, tuple[str, Any]]()
+        if format is not None and format.type != "text":
+            schema = format.json_schema.form if isinstance(format, SchemaFormat) else None
+            found["response_format"] = ("json_schema", {"type": "object"} if schema is None else schema)
+        found |= {name: (name, text) for name in ("regex", "grammar") if (text := getattr(self, name)) is not None}
+        if len(found) > 1:
+            raise Refused(f"{' and '.join(found)} exclude each other; give one", [*found][-1])
+        for field, (kind, value) in found.items():
+            try:
+                return grammar_of(tokenizer, kind, value)
+            except ValueError as error:
+                raise Refused(str(error), field) from None
+        return None
 
     @property
     def stops(self) -> list[str]:
@@ -143,7 +183,7 @@ class Part(BaseModel):
 
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
-    role: str
+    role: Word
     content: str | list[Part]
     name: str | None = None
 

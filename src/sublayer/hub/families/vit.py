@@ -57,4 +57,9 @@ VIT = Family(
     write=_write,
     rules=_rules,
     prefix="vit.",
+    modules=(
+        ("attention.attention.query", "attention.q_proj"), ("attention.attention.key", "attention.k_proj"),
+        ("attention.attention.value", "attention.v_proj"), ("attention.output.dense", "attention.o_proj"),
+        ("intermediate.dense", "mlp.fc1"), ("output.dense", "mlp.fc2"), ("encoder.layer.", "layers."),
+    ),
 )  # fmt: skip
