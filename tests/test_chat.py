@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import sublayer
 from sublayer.data import chat
-from sublayer.lm import _gguf_settings
+from sublayer.hub.tokenizer import gguf_settings
 from test_lm import byte_pairs, gpt2_config, read, refusal, write
 
 CHATML = (
@@ -235,4 +235,4 @@ def test_what_a_template_needs_of_a_gguf_file():
         "tokenizer.ggml.padding_token_id": 9,  # there is no such token
         "tokenizer.chat_template": CHATML,
     }
-    assert _gguf_settings(metadata) == {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}
+    assert gguf_settings(metadata) == {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHATML}

@@ -16,9 +16,9 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from sublayer.data import Tokenizer
 from sublayer.generation import generate
+from sublayer.generation.answer import OVERLAP, WINDOW, Answer, Text
 from sublayer.generation.generate import make_options
 from sublayer.lm import LM
-from sublayer.serving.answer import OVERLAP, WINDOW, Answer, Text
 from sublayer.serving.engine import DecoderEngine, Limits
 from sublayer.serving.job import Busy, Closing, Event, Job, TooLong
 from sublayer.serving.metrics import Metrics

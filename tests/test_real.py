@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 import transformers
-from onnx import numpy_helper
-from safetensors.torch import load_file, save_file
-from tests.support_real import download
+from safetensors.torch import load_file
+from tests.support_real import download, write_titler
 from transformers import AutoTokenizer
 
 import sublayer
@@ -81,55 +77,10 @@ def test_minilm_saved(minilm: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(their_vectors(tmp_path / "whole", SENTENCES), lm.embed(SENTENCES), atol=1e-5, rtol=1e-5)
 
 
-def weights(file: Path) -> dict[str, torch.Tensor]:
-    """The weights of an ONNX graph that was quantised to 8 bits, as floats, under the names T5 has for them."""
-    graph = onnx.load(file).graph
-    stored = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
-
-    def whole(name: str) -> torch.Tensor:
-        """(q - zero) * scale; one of each for a whole tensor."""
-        scale, zero = stored[f"{name}_scale"], stored[f"{name}_zero_point"]
-        assert scale.numel() == zero.numel() == 1
-        return (stored[f"{name}_quantized"].float() - zero.float()) * scale
-
-    def named(path: str) -> str:
-        """The graphs call the encoder alone `enc`, and the whole model `m`."""
-        path = re.sub(r"^m\.", "", path)
-        return re.sub(r"^(enc|encoder)\.embed_tokens", "shared", path.replace("enc.", "encoder.", 1))
-
-    out = {named(name): tensor for name, tensor in stored.items() if name.endswith("norm.weight")}
-    tables = [name.removesuffix("_quantized") for name in stored if name.endswith(".weight_quantized")]
-    out |= {named(name): whole(name) for name in tables}
-    for node in graph.node:
-        if node.op_type == "MatMulInteger":  # its name is the path of the module, its second input the matrix
-            path = node.name.removesuffix("/MatMul_quant").strip("/").replace("/", ".")
-            out[named(path) + ".weight"] = whole(node.input[1].removesuffix("_quantized")).T.contiguous()
-    return out
-
-
 @pytest.fixture(scope="session")
 def titler(tmp_path_factory: Any) -> Path:
-    """A fine-tuned flan-t5-small in 8 bits, as a folder in Hugging Face's format."""
     content = download("traceforge-title-model==0.2.0", tmp_path_factory.mktemp("titler"))
-    source, folder = content / "traceforge_title_model" / "data" / "span", tmp_path_factory.mktemp("titler-hf")
-    encoder, decoder = weights(source / "encoder.onnx"), weights(source / "decoder.onnx")
-    assert torch.equal(encoder["shared.weight"], decoder["shared.weight"])
-    config = transformers.T5Config(
-        vocab_size=32128, d_model=512, num_heads=6, d_kv=64, d_ff=1024, num_layers=8, num_decoder_layers=8,
-        feed_forward_proj="gated-gelu", tie_word_embeddings=False, decoder_start_token_id=0,
-        architectures=["T5ForConditionalGeneration"],
-    )  # fmt: skip
-    config.save_pretrained(folder)
-    save_file(encoder | decoder, folder / "model.safetensors", metadata={"format": "pt"})
-    shutil.copyfile(source / "tokenizer.json", folder / "tokenizer.json")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "</s>",
-        "pad_token": "<pad>",
-        "unk_token": "<unk>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return write_titler(content, tmp_path_factory.mktemp("titler-hf"))
 
 
 SOURCES = [

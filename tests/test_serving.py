@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import socket
 import struct
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,84 +14,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 import sublayer
-from sublayer.data import Tokenizer
 from sublayer.lm import LM
-from sublayer.serving import Limits, make_server, named, serve
-from support import model_of, small
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-PROMPTS = ["The quick", "Paris is the capital of France, and", "今天天气 🚀", "a"]
-
-
-def save(folder: Path, preset: str, **changes: Any) -> Path:
-    """A random model over bytes, two of which are special tokens that begin and end a text."""
-    alphabet = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = tokenizers.Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens(["<pad>", "<end>"])
-    if changes.get("head") != "lm" and preset == "bert-base":
-        backend.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[("<end>", 1)])
-    model = model_of(small(preset, vocab_size=258, **({"eos_id": 1} | changes)))
-    LM(model, Tokenizer(backend, {"eos_token": "<end>", "pad_token": "<pad>"})).save(folder)
-    return folder
+from sublayer.serving import Limits, named, serve
+from support_serving import PROMPTS, Running, save_all
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: Any) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    save(root / "tiny", "llama-2-7b", max_positions=1200)
-    (root / "tiny" / "chat_template.jinja").write_text(TEMPLATE)
-    save(root / "endless", "gpt2", max_positions=1500, eos_id=None)
-    save(root / "pairs", "t5-small", max_positions=64)
-    save(root / "vectors", "bert-base", max_positions=64, head="none", eos_id=None)
-    return {path.name: path for path in root.iterdir()}
-
-
-class Running:
-    """A server in a thread, on a port of its own."""
-
-    def __init__(self, models: list[str], **settings: Any) -> None:
-        self.server = make_server(models, **settings)
-        self.listener = socket.socket()
-        self.listener.bind(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-
-    def client(self, key: str = "none", **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=20, **more)
-
-    def number(self, name: str) -> float:
-        """The value of one line of /metrics."""
-        text = httpx.get(f"{self.address}/metrics").text
-        return float(re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)[1])
-
-    def until(self, name: str, value: float) -> None:
-        end = time.monotonic() + 10
-        while self.number(name) != value:
-            assert time.monotonic() < end, f"{name} is {self.number(name)}, never {value}"
-            time.sleep(0.02)
-
-    def slow(self, name: str, pause: float = 0.004) -> None:
-        """Steps of a larger model, so that what a test does in the middle of an answer is in its middle."""
-        slots = self.server.engines[name].slots
-        decode = type(slots).decode
-        slots.decode = lambda: (time.sleep(pause), decode(slots))[1]
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.thread.join(20)
-        assert not self.thread.is_alive()
+    return save_all(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -253,6 +183,11 @@ def test_encoder_decoders_answer_in_batches(client, folders):
     for chunk in drawn:
         texts[chunk.choices[0].index] += chunk.choices[0].text
     assert texts == [lm.generate(prompt, max_new_tokens=12, temperature=1.0, seed=3) for prompt in PROMPTS]
+    told = client.completions.create(model="pairs", prompt=PROMPTS[0], max_tokens=12, temperature=0, logprobs=2)
+    (detail,) = lm.generate_details([PROMPTS[0]], max_new_tokens=12, top=2)
+    assert told.choices[0].text == detail.text
+    kept = told.choices[0].logprobs.token_logprobs  # the end is no part of the text
+    assert kept and kept == pytest.approx(detail.logprobs[: len(kept)], abs=1e-4)
 
 
 def test_embeddings(client, folders, server):
@@ -352,7 +287,7 @@ def test_shutdown_finishes_what_runs(folders):
 def test_the_key_is_asked_for(folders, monkeypatch):
     monkeypatch.setenv("SUBLAYER_API_KEY", "geheim 钥")
     server = Running([f"mine={folders['tiny']}"])
-    for path in ("/v1/models", "/metrics"):
+    for path in ("/v1/models", "/metrics", "/openapi.json"):
         assert httpx.get(server.address + path).status_code == 401
         wrong = httpx.get(server.address + path, headers={"Authorization": "Bearer geheim"})
         assert wrong.status_code == 401 and wrong.json()["error"]["code"] == "invalid_api_key"
@@ -361,70 +296,6 @@ def test_the_key_is_asked_for(folders, monkeypatch):
     assert httpx.post(f"{server.address}/v1/completions", json={}).status_code == 401
     assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
     server.stop()
-
-
-GOOD = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": ["a"] * 100_000}, "at most"),
-    ({"prompt": ""}, "no tokens"),
-    ({"prompt": ["a", 1]}, "prompt"), ({"prompt": [[1], "a"]}, "prompt"), ({"prompt": [9**30]}, "prompt"),
-    ({"prompt": [258]}, "token 258"), ({"prompt": "a" * 1300}, "1300 tokens"), ({"max_tokens": 1250}, "do not fit"),
-    ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 10**40}, ""),
-    ({"temperature": -1}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"),
-    ({"seed": 2**63}, "seed"), ({"n": 0}, "n:"), ({"n": 100}, "at most"), ({"stop": [""]}, "stop"),
-    ({"stop": list("abcde")}, "at most 4"), ({"logit_bias": {"a": 1}}, "logit_bias"),
-    ({"logit_bias": {"999": 1}}, "token 999"), ({"logit_bias": {"5": 101}}, "logit_bias"),
-    ({"logprobs": 9}, "logprobs"),
-    ({"echo": True}, "echo is not supported"), ({"temprature": 1}, "temperature"), ({"model": 5}, "model"),
-    ({"stream_options": 3}, "stream_options"), ({"model": "vectors"}, "embeddings only"),
-    ({"model": "pairs", "logprobs": 1}, "logprobs"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "message"), WRONG)
-def test_wrong_requests_are_told_what_is_wrong(server, change, message):
-    answer = httpx.post(f"{server.address}/v1/completions", json=GOOD | change)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert message in error["message"] and "\n" not in error["message"]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"{", b"null", b"[]", b'"a"', b"\xff\xfe", b"[" * 100_000, b'{"model":"tiny","prompt":"\\ud800"}',
-        b'{"model":"tiny","prompt":"a","temperature":NaN}', b'{"model":"tiny","prompt":"a","top_p":1e999}',
-        b'{"model":"tiny"}', b'{"model":"tiny","messages":[]}', b'{"model":"tiny","messages":[{"role":"user"}]}',
-        b'{"model":"tiny","messages":[{"role":"user","content":[{"type":"image_url","image_url":"file:///etc/passwd"}]}]}',
-        b'{"model":"tiny","messages":[{"role":"user","content":"a"}],"tools":[{"type":"function"}]}',
-        b'{"model":"tiny","messages":[{"role":"user","content":"a"}],"top_logprobs":2}',
-        b'{"model":"endless","messages":[{"role":"user","content":"a"}]}',
-        b'{"model":"tiny","input":"a"}', b'{"model":"vectors","input":[]}',
-        b'{"model":"vectors","input":"' + b"a" * 99 + b'"}',
-        b'{"model":"vectors","input":"a","dimensions":3}', b'{"model":"vectors","input":[1,2]}',
-    ],
-)  # fmt: skip
-def test_nonsense_is_never_a_failure_of_the_server(server, body):
-    for path in ("completions", "chat/completions", "embeddings"):
-        headers = {"Content-Type": "application/json"}
-        answer = httpx.post(f"{server.address}/v1/{path}", content=body, headers=headers)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"]
-
-
-def test_other_ways_to_be_wrong(server, client):
-    url = f"{server.address}/v1/completions"
-    with pytest.raises(openai.NotFoundError) as lost:
-        client.completions.create(model="../tiny", prompt="a")
-    assert lost.value.code == "model_not_found"
-    assert httpx.post(url, data={"model": "tiny"}).status_code == 415
-    large = httpx.post(url, json=GOOD | {"prompt": "a" * (1 << 20)})
-    assert large.status_code == 413 and "1 MB" in large.json()["error"]["message"]
-    assert httpx.get(url).status_code == 405
-    assert "error" in httpx.get(f"{server.address}/v1/nothing").json()
-    assert httpx.get(f"{server.address}/docs").status_code == 404
-    assert "access-control-allow-origin" not in httpx.get(f"{server.address}/health", headers={"Origin": "x"}).headers
 
 
 def test_metrics_count(folders):

@@ -77,6 +77,15 @@ def test_generate(talker, capsys, monkeypatch):
         assert row["logprobs"] == pytest.approx(detail.logprobs)
 
 
+def test_guesses_change_no_text(talker, translator, capsys):
+    for model in (talker, translator):
+        plain = said(capsys, "generate", model, "The quick the quick", "--temperature", 0.9, "--seed", 3)
+        for guesser in (["--lookup"], ["--draft", model]):
+            options = ["--temperature", 0.9, "--seed", 3, *guesser]
+            assert said(capsys, "generate", model, "The quick the quick", *options) == plain
+    assert "the draft" in refused(capsys, "generate", talker, "The quick", "--draft", translator)
+
+
 def test_one_question(talker, capsys):
     expected = sublayer.load(talker).chat(
         [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Hi"}], max_new_tokens=9

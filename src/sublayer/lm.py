@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +13,21 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from . import lora
 from .config import ModelConfig
 from .data import Tokenizer
 from .data.chat import Message, find_template, render, special_tokens
+from .generation.answer import Answer
+from .generation.constraint import constrained
 from .generation.generate import make_options, search, stream
 from .generation.options import Options
 from .generation.session import check, start_of
 from .hub import load_model, save_model
 from .hub.download import resolve
+from .hub.heads import under_head_of
 from .hub.tensors import read_json
+from .hub.tokenizer import load_tokenizer
+from .lora.peft import base_of
 from .models import Decoder, Encoder, EncoderDecoder, Model
 
 # What a folder says beside the model and its tokenizer: where answers end, and how sentences are pooled.
@@ -33,18 +39,24 @@ USUAL, USUAL_CHAT = 128, 512  # new tokens of an answer at most, where nobody sa
 
 
 def load(
-    folder: str | os.PathLike[str], device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
-) -> LM:
-    """The model of a folder, of a GGUF file or of a name on the hub, with its tokenizer."""
-    path = resolve(folder)
-    model = load_model(path, device, dtype)
-    if path.suffix == ".gguf":
-        from .hub.gguf import read_gguf
-        from .hub.gguf_tokenizer import tokenizer_from_gguf
+    folder: str | os.PathLike[str], device: torch.device | str | None = None, dtype: torch.dtype | str | None = None,
+    *, bits: int | None = None,
+) -> LM:  # fmt: skip
+    """The model of a folder, of a GGUF file or of a name on the hub, with its tokenizer.
 
-        metadata = read_gguf(path).metadata
-        return LM(model, Tokenizer(tokenizer_from_gguf(metadata), _gguf_settings(metadata)))
-    return LM(model, Tokenizer.load(path), path)
+    The folder of an adapter will do, if it names a base that is here. `bits` holds the weights in 4 bits, or in 8.
+    """
+    base = base_of(folder)
+    if base is not None:
+        lm = load(base, device if bits is None else "cpu", dtype)
+        lm.model = under_head_of(lm.model, Path(folder))
+        if bits is not None:
+            lora.quantize(lm.model, bits, device=device or torch.get_default_device())
+        lora.load(lm.model, folder)
+        return lm
+    path = resolve(folder)
+    model = load_model(path, device, dtype, bits=bits)
+    return LM(model, load_tokenizer(path), None if path.suffix == ".gguf" else path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +102,7 @@ class LM:
 
         The answer ends before the first of the strings `stop`, if it comes to one, or after `max_new_tokens`: unless
         told otherwise 128, or as many as the model has room for. The other options are those of `sublayer.generate`:
-        num_beams, temperature, top_p, seed …
+        num_beams, temperature, top_p, seed …; and one of json_schema (or True), regex and grammar binds the answer.
         """
         prompts = self.tokenizer.encode_batch([text] if isinstance(text, str) else text)
         texts = [answer.text for answer in self._answers(prompts, max_new_tokens=max_new_tokens, **options)]
@@ -259,32 +271,29 @@ class LM:
 
     def _answers(self, prompts: list[list[int]], usual: int = USUAL, **options: Any) -> list[_Answer]:
         chosen, stops = self._options(prompts, usual, options)
-        answers = [_Answer(self.tokenizer, chosen.eos_id, stops) for _ in prompts]
+        answers = [_Answer(self.tokenizer, chosen.eos_id, stops, shown=False) for _ in prompts]
         with closing(self._steps(prompts, chosen)) as steps:
             for tokens in steps:
                 for answer, token in zip(answers, tokens, strict=True):
                     answer.add(token)
-                    if stops:
-                        answer.read()
                 if all(answer.reason for answer in answers):
                     break
         for answer in answers:
-            answer.read(last=True)
+            answer.finish()
         return answers
 
     def _pieces(self, prompt: list[int], usual: int = USUAL, **options: Any) -> Iterator[str]:
         chosen, stops = self._options([prompt], usual, options)
-        answer = _Answer(self.tokenizer, chosen.eos_id, stops)
+        answer = _Answer(self.tokenizer, chosen.eos_id, stops, shown=chosen.num_beams == 1)
         with closing(self._steps([prompt], chosen)) as steps:
             for tokens in steps:
-                answer.add(tokens[0])
-                piece = "" if chosen.num_beams > 1 else answer.read()
-                if piece:
+                piece = answer.add(tokens[0])
+                if piece and chosen.num_beams == 1:
                     yield piece
                 if answer.reason:
                     break
-        rest = answer.text if chosen.num_beams > 1 else ""
-        rest += answer.read(last=True)
+        rest = answer.finish()
+        rest = rest if chosen.num_beams == 1 else answer.text
         if rest:
             yield rest
 
@@ -311,7 +320,15 @@ class LM:
         special = {one: number for one, number in named.items() if number in self.tokenizer.special_ids()}
         ends = _ends(options.get("eos_id")) or self.eos_id
         options["eos_id"] = (*ends, *_ends(list(special.values())))
-        return make_options(**options), [one for one in stops if one not in special]
+        if isinstance(options.get("draft"), LM):
+            options["draft"] = self._draft(options["draft"])
+        return make_options(**constrained(self.tokenizer, options)), [one for one in stops if one not in special]
+
+    def _draft(self, lm: LM) -> Model:
+        """The model of another checkpoint, whose tokens must mean the same."""
+        if lm.tokenizer.backend.get_vocab() != self.tokenizer.backend.get_vocab():
+            raise ValueError(f"the draft {lm.folder or ''} has another vocabulary; it must be the model's own")
+        return lm.model
 
     def _said(self, name: str) -> dict[str, Any]:
         """A JSON file of the folder, if there is one."""
@@ -347,53 +364,36 @@ def _ends(eos: Any) -> tuple[int, ...]:
     return tuple(one for one in several if isinstance(one, int))
 
 
-def _gguf_settings(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chat template needs of a GGUF file."""
-    tokens, out = metadata.get("tokenizer.ggml.tokens"), {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(tokens, list) and isinstance(number, int) and 0 <= number < len(tokens):
-            out[f"{name}_token"] = tokens[number]
-    template = metadata.get("tokenizer.chat_template")
-    return out | ({"chat_template": template} if isinstance(template, str) else {})
-
-
 class _Answer:
-    """One answer as it grows: its tokens, as much of its text as is sure, and why it ended."""
+    """One answer as it grows: its tokens, its text, and why it ended."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: Any, stops: list[str]) -> None:
-        self.tokenizer, self.ends, self.stops = tokenizer, ends, stops
+    def __init__(self, tokenizer: Tokenizer, ends: Any, stops: list[str], *, shown: bool) -> None:
+        self.tokenizer, self.ends = tokenizer, ends
+        # Without strings to look for, and nobody who watches, the text is read once, at the end.
+        self.parts = Answer(tokenizer, stops) if shown or stops else None
         self.ids: list[int] = []
         self.text = self.reason = ""
 
-    def add(self, token: int) -> None:
-        if not self.reason:
-            self.ids.append(token)
-            self.reason = "stop" if token in self.ends else ""
-
-    def read(self, *, last: bool = False) -> str:
-        """What has become sure since the last time."""
-        whole = self.tokenizer.decode(self.ids)
-        # The bytes of a character may come in several tokens, and a token of one byte may be the first of them.
-        if not last and (whole.endswith("�") or self.tokenizer.is_byte(self.ids[-1])):
+    def add(self, token: int) -> str:
+        """What becomes sure with one more token."""
+        if self.reason:
             return ""
-        end = _first_stop(whole, self.stops)
-        if end is not None:
+        self.ids.append(token)
+        if token in self.ends:
             self.reason = "stop"
-        elif not last:
-            end = len(whole) - _begun(whole, self.stops)
-        new = whole[len(self.text) : end]
-        self.text += new
-        return new
+        if self.parts is None:
+            return ""
+        piece = self.parts.add(token)[0]
+        return self._more(piece + self.parts.finish()[0] if self.reason else piece)
 
+    def finish(self) -> str:
+        """What is sure when no more tokens come."""
+        if self.parts is None:
+            return self._more(self.tokenizer.decode(self.ids))
+        return "" if self.reason else self._more(self.parts.finish()[0])
 
-def _first_stop(text: str, stops: list[str]) -> int | None:
-    """Where the stop string begins that is complete first; it does not matter in which pieces the text came."""
-    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    return min(found)[1] if found else None
-
-
-def _begun(text: str, stops: list[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
-    longest = max(map(len, stops), default=1) - 1
-    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
+    def _more(self, text: str) -> str:
+        if self.parts is not None and self.parts.stopped:
+            self.reason = "stop"
+        self.text += text
+        return text

@@ -22,7 +22,7 @@ BATCH = 32  # texts translated at once
 WINDOW = 1024  # tokens that a decoder reads at once when its perplexity is measured
 CHOICES = (
     "max_new_tokens", "num_beams", "length_penalty", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "seed", "stop",
+    "seed", "stop", "json_schema", "regex", "grammar", "lookup",
 )  # fmt: skip
 HELP = "/clear forgets what was said, /system TEXT sets how to answer, /quit leaves, /help; Ctrl-C stops an answer"
 
@@ -35,7 +35,7 @@ def generate(options: Namespace) -> int:
         raise ValueError("--batch takes its prompts from its file and writes JSON; leave out PROMPT, --chat and --json")
     if options.system is not None and not options.chat:
         raise ValueError("--system is for conversations; add --chat")
-    wanted = _wanted(options)
+    wanted = _wanted(options) | ({} if options.draft is None else {"draft": load(options.draft)})
     if options.batch:
         source, target = map(Path, options.batch)
         rows = _batch_rows(source)

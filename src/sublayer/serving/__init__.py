@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..lm import load
-from .engine import Limits, make_engine
+from .engine import Limits
 from .metrics import Metrics
+from .models import load_engines
 
 if TYPE_CHECKING:
-    from .app import Listener
+    from .listener import Listener
 
 __all__ = ["Limits", "make_server", "named", "serve"]
 KEY = "SUBLAYER_API_KEY"
@@ -28,6 +28,7 @@ def serve(models: Sequence[str], *, host: str = "127.0.0.1", port: int = 8000, *
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
+            listener.listen()
         except (OSError, OverflowError) as error:
             raise ValueError(f"cannot listen on {host}:{port}: {error}; give another --port or --host") from None
         print(f"listening on http://{host}:{listener.getsockname()[1]}/v1", flush=True)
@@ -50,15 +51,16 @@ def make_server(
     try:
         import uvicorn
 
-        from .app import Listener, make_app
+        from .app import make_app
+        from .listener import Listener
     except ImportError as error:
         raise ValueError(f"serving needs the package {error.name!r}: pip install 'sublayer[serve]'") from None
     if not timeout > 0:
         raise ValueError(f"timeout is {timeout}; give the seconds that an answer may take")
-    metrics, engines = Metrics(), {}
-    for name, folder in named(models).items():
-        engines[name] = make_engine(name, load(folder, device, dtype), limits or Limits(), metrics)
-        print(engines[name].plan(), flush=True)
+    metrics = Metrics()
+    engines = load_engines(named(models), limits or Limits(), metrics, device, dtype)
+    for engine in dict.fromkeys(engines.values()):
+        print(engine.plan(), flush=True)
     app = make_app(engines, metrics, api_key=api_key or os.environ.get(KEY) or None, timeout=timeout)
     settings = uvicorn.Config(
         app, host=host, port=port, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace))

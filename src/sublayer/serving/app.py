@@ -5,33 +5,36 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..generation.generate import make_options
 from .engine import EncoderEngine, Engine
 from .job import Busy, Closing, Event, Job, TooLong
+from .listener import Once
 from .metrics import Metrics
+from .openapi import describe
 from .replies import Choice, Reply, embeddings, usage
 from .wire import INT64, AnyBody, ChatBody, CompletionBody, EmbeddingBody, Refused, Wish, parse
 
 MAX_BODY = 1 << 20
 MAX_TEXTS = 2048  # of one request for embeddings, as OpenAI has it
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it
+LAST = {"Connection": "close"}  # what is left of a body is not read
 # What an engine says of a job that did not end well: the status, OpenAI's type, and the line for the client.
 ENDINGS = {
     "timeout": (504, "timeout_error", "the answer took longer than this server allows"),
     "closing": (503, "server_error", "the server is shutting down"),
     "internal": (500, "server_error", "the server failed while it was answering"),
+    "stuck": (400, "invalid_request_error", "the answer cannot go on in the form that was asked for"),
     "cancelled": (499, "server_error", "the request was cancelled"),
 }
 
@@ -75,15 +78,17 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        for engine in engines.values():
+        for engine in dict.fromkeys(engines.values()):  # several names may share one
             engine.start()
         yield
-        for engine in engines.values():
+        for engine in dict.fromkeys(engines.values()):
             await asyncio.to_thread(engine.close)
 
     app = FastAPI(title="sublayer", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Once)
     server = Server(engines, timeout)
     allowed = _Key(api_key)
+    document = describe(engines, key=api_key is not None)
 
     @app.exception_handler(Failure)
     async def failed(request: Request, failure: Failure) -> Response:
@@ -91,7 +96,8 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def lost(request: Request, error: HTTPException) -> Response:
-        return Failure(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return Failure(error.status_code, message, headers=error.headers).response()
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
@@ -106,6 +112,11 @@ def make_app(
     async def numbers(request: Request) -> Response:
         allowed.check(request)
         return PlainTextResponse(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/openapi.json")
+    async def openapi(request: Request) -> Response:
+        allowed.check(request)
+        return JSONResponse(document)
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
@@ -136,19 +147,6 @@ def make_app(
     return app
 
 
-class Listener(uvicorn.Server):
-    """uvicorn, which tells the engines that it ends before it waits for connections: some wait in their queues."""
-
-    def __init__(self, config: uvicorn.Config, engines: Mapping[str, Engine]) -> None:
-        super().__init__(config)
-        self.engines = engines
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for engine in self.engines.values():
-            engine.drain()
-        await super().shutdown(sockets)
-
-
 class Server:
     def __init__(self, engines: Mapping[str, Engine], timeout: float) -> None:
         self.engines, self.timeout = engines, timeout
@@ -165,7 +163,7 @@ class Server:
         return self.engines[name]
 
     async def complete(self, request: Request, kind: type[CompletionBody] | type[ChatBody]) -> Response:
-        body = _parsed(kind, await _read(request))
+        body = _parsed(kind, await _read(request, self.timeout))
         engine = self.engine(body.model)
         inbox: asyncio.Queue[tuple[int, Event | None]] = asyncio.Queue()
         try:
@@ -188,6 +186,7 @@ class Server:
         special = {word: number for word in body.stops if (number := lm.tokenizer.id_of(word)) is not None}
         special = {word: number for word, number in special.items() if number in lm.tokenizer.special_ids()}
         stop = tuple(word for word in body.stops if word not in special)  # a special token is no part of any text
+        constraint = body.constraint(lm.tokenizer)  # compiled in this thread, not in the engine's
         jobs: list[Job] = []
         for prompt in _prompts(engine, body):
             wanted = body.tokens_wanted
@@ -197,15 +196,19 @@ class Server:
             for number in range(body.n or 1):
                 seed = None if body.seed is None else (body.seed + number + INT64) % (2 * INT64) - INT64
                 options = make_options(
-                    max_new_tokens=wanted, seed=seed, eos_id=(*lm.eos_id, *special.values()), **body.options()
-                )
-                job = Job(prompt=prompt, options=options, stop=stop, top=body.top, deliver=poster(len(jobs)))
+                    max_new_tokens=wanted, seed=seed, eos_id=(*lm.eos_id, *special.values()), constraint=constraint,
+                    **body.options(),
+                )  # fmt: skip
+                job = Job(
+                    prompt=prompt, options=options, stop=stop, top=body.top, deliver=poster(len(jobs)),
+                    adapter=engine.adapters.get(body.model),
+                )  # fmt: skip
                 job.deadline = job.submitted + self.timeout
                 jobs.append(job)
         return jobs
 
     async def embed(self, request: Request) -> Response:
-        body = _parsed(EmbeddingBody, await _read(request))
+        body = _parsed(EmbeddingBody, await _read(request, self.timeout))
         engine = self.engine(body.model)
         inbox: asyncio.Queue[tuple[int, Event | None]] = asyncio.Queue()
         texts = [body.input] if isinstance(body.input, str) else body.input
@@ -218,8 +221,9 @@ class Server:
             if not 1 <= len(texts) <= MAX_TEXTS:
                 raise Refused(f"input has {len(texts)} texts; give between 1 and {MAX_TEXTS}", "input")
             rows = await asyncio.to_thread(engine.lm.tokenizer.encode_batch, texts)
+            adapter = engine.adapters.get(body.model)
             jobs = [
-                Job(prompt=row, text=text, deliver=post(number), deadline=deadline)
+                Job(prompt=row, text=text, deliver=post(number), deadline=deadline, adapter=adapter)
                 for number, (row, text) in enumerate(zip(rows, texts, strict=True))
             ]
             for job in jobs:
@@ -268,16 +272,22 @@ class _Key:
             raise Failure(401, "the API key is missing or wrong", code="invalid_api_key", headers=again)
 
 
-async def _read(request: Request) -> bytes:
-    """The body, as long as it is JSON and not too large."""
+async def _read(request: Request, timeout: float) -> bytes:
+    """The body, as long as it is JSON, not too large, and comes in time."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # what a form of another site cannot send
         raise Failure(415, "send the request as JSON, with Content-Type: application/json")
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY:
-            raise Failure(413, f"the body is larger than {MAX_BODY >> 20} MB", headers={"Connection": "close"})
+    try:
+        async with asyncio.timeout(timeout):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MAX_BODY:
+                    raise Failure(413, f"the body is larger than {MAX_BODY >> 20} MB", headers=LAST)
+    except ClientDisconnect:
+        raise Failure.ending(Event(error="cancelled")) from None
+    except TimeoutError:
+        raise Failure(408, f"the body did not come within {timeout:g} seconds", headers=LAST) from None
     return bytes(body)
 
 

@@ -1,7 +1,7 @@
 """An engine is a model and the one thread that runs it. Jobs come from any thread, and wait in a bounded queue.
 
-A decoder's engine batches continuously: a job takes a row of the cache as soon as one is free, whatever the others are
-at. An encoder-decoder answers waiting jobs of the same options together, and an encoder embeds waiting texts together.
+Decoders and encoder-decoders batch continuously: a job takes a row of the cache as soon as one is free, whatever the
+others are at. An encoder embeds waiting texts together.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ..generation.generate import stream
+from ..generation.pack import free_memory, packed
 from ..lm import LM
-from ..models import Decoder
 from .job import Busy, Closing, Event, Job, TooLong
 from .metrics import Metrics
-from .slots import Row, SlotRow, Slots
+from .slots import Row, SlotRow, Slots, answering
+from .sources import SourceSlots
 
 log = logging.getLogger("sublayer.serving")
 LONGEST = 2048  # tokens of prompt and answer together, unless more are asked for
@@ -60,6 +60,7 @@ class Engine:
         self.capacity = limits.capacity(lm.config.max_positions)
         self.waiting: deque[Row] = deque()
         self.live: list[Row] = []
+        self.adapters: dict[str, str] = {}  # of the model, by the names they are served under
         self.closing = self._abandoned = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"sublayer-{name}", daemon=True)
@@ -152,6 +153,10 @@ class Engine:
 
     @torch.inference_mode()
     def _run(self) -> None:
+        with packed(self.lm.model):
+            self._serve()
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 while not (self.waiting or self.live or self.closing):
@@ -237,21 +242,25 @@ class Engine:
         return min(60, max(1, math.ceil(usual * len(self.waiting) / self.limits.max_batch)))
 
 
-class DecoderEngine(Engine):
-    kind = "decoder"
+class SlotEngine(Engine):
+    """Continuous batching: a job takes a row of the cache as soon as one is free, whatever the others are at."""
+
+    slots_of: type[Slots] = Slots
 
     def __init__(self, name: str, lm: LM, limits: Limits, metrics: Metrics | None = None) -> None:
         super().__init__(name, lm, limits, metrics)
         _check_memory(self)
-        self.slots = Slots(lm, limits.max_batch, self.capacity, limits.chunk)
+        self.slots = self.slots_of(lm, limits.max_batch, self.capacity, limits.chunk)
         self.metrics.gauge("cached_tokens", lambda: self.slots.cached, model=name)
+
+    @property
+    def held(self) -> int:
+        """Tokens that a row of the cache has room for."""
+        return self.capacity
 
     def plan(self) -> str:
         size = _cache_bytes(self) / 2**20
-        return f"{super().plan()}; {size:,.1f} MiB for {self.limits.max_batch * self.capacity:,} cached tokens"
-
-    def room(self, prompt: int) -> int:
-        return self.capacity - prompt + 1  # the last token is not read again
+        return f"{super().plan()}; {size:,.1f} MiB for {self.limits.max_batch * self.held:,} cached tokens"
 
     def _row(self, job: Job) -> Row:
         return SlotRow(self.lm, job)
@@ -275,37 +284,22 @@ class DecoderEngine(Engine):
             self.slots.drop(row)
 
 
-class EncoderDecoderEngine(Engine):
+class DecoderEngine(SlotEngine):
+    kind = "decoder"
+
+    def room(self, prompt: int) -> int:
+        return self.capacity - prompt + 1  # the last token is not read again
+
+
+class EncoderDecoderEngine(SlotEngine):
+    """A source and its answer may each be as long as a decoder's prompt and answer together."""
+
     kind = "encoder-decoder"
+    slots_of = SourceSlots
 
-    def check(self, job: Job) -> None:
-        super().check(job)
-        if job.top is not None:
-            raise ValueError(f"{self.name} is an encoder-decoder; logprobs are told of decoders only")
-
-    def _step(self) -> None:
-        """Answer the oldest job, and with it those that wait for the same kind of answer."""
-        waiting = list(self.waiting)
-        alike = [row for row in waiting if row.job.options == waiting[0].job.options]
-        self._admit(alike[: self.limits.max_batch])
-        rows = list(self.live)
-        if not rows:
-            return
-        device = self.lm.model.device
-        longest = max(len(row.prompt) for row in rows)
-        ids = torch.tensor([row.prompt + [0] * (longest - len(row.prompt)) for row in rows], device=device)
-        mask = (
-            torch.arange(longest, device=device)
-            < torch.tensor([len(row.prompt) for row in rows], device=device)[:, None]
-        )
-        for tokens in stream(self.lm.model, ids, rows[0].job.options, mask=mask):
-            self.metrics.count("steps", model=self.name)
-            for row, token in zip(rows, tokens.tolist(), strict=True):
-                if row in self.live:
-                    self._hand_out(row, row.accept(token))
-            self._sweep()
-            if not self.live:
-                return
+    @property
+    def held(self) -> int:
+        return 2 * self.capacity
 
 
 class EncoderEngine(Engine):
@@ -320,7 +314,8 @@ class EncoderEngine(Engine):
         rows = list(self.live)
         if not rows:
             return
-        vectors = self.lm.embed([row.job.text for row in rows]).tolist()
+        with answering(self.lm.model, rows):
+            vectors = self.lm.embed([row.job.text for row in rows]).tolist()
         self.metrics.count("steps", model=self.name)
         for row, vector in zip(rows, vectors, strict=True):
             self.metrics.count("prompt_tokens", len(row.prompt), model=self.name)
@@ -339,29 +334,19 @@ def make_engine(name: str, lm: LM, limits: Limits, metrics: Metrics | None = Non
     return kind(name, lm, limits, metrics)
 
 
-def _cache_bytes(engine: Engine) -> int:
+def _cache_bytes(engine: SlotEngine) -> int:
     config, model = engine.lm.config, engine.lm.model
     token = 2 * config.num_decoder_layers * config.kv_heads * config.head_size * model.dtype.itemsize
-    return token * engine.limits.max_batch * (engine.capacity + 1)
+    return token * engine.limits.max_batch * (engine.held + 1)  # one more for padding
 
 
-def _check_memory(engine: Engine) -> None:
+def _check_memory(engine: SlotEngine) -> None:
     """Say that the cache is too large before the system kills the process for it."""
-    assert isinstance(engine.lm.model, Decoder)
     needed, device = _cache_bytes(engine), engine.lm.model.device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _free_memory()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if needed > free:
         raise ValueError(
-            f"{engine.name}: a cache of {engine.limits.max_batch} × {engine.capacity} tokens needs "
+            f"{engine.name}: a cache of {engine.limits.max_batch} × {engine.held} tokens needs "
             f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} are free; "
             "lower --max-batch or --max-tokens-cached"
         )
-
-
-def _free_memory() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 1 << 62  # a system that does not tell

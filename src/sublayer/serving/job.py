@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ..generation.answer import Chance
 from ..generation.options import Options
-from .answer import Chance
 
 
 class Busy(ValueError):
@@ -50,6 +50,7 @@ class Job:
     deliver: Callable[[Event], None]
     options: Options = field(default_factory=lambda: Options(max_new_tokens=1))
     text: str = ""  # what a vector is made of
+    adapter: str | None = None  # of the model; None: its base alone
     stop: tuple[str, ...] = ()
     top: int | None = None  # how many likeliest tokens to tell beside each; None: tell nothing of chances
     deadline: float = float("inf")  # on the clock of time.monotonic

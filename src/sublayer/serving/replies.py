@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..data import Tokenizer
-from .answer import Chance
+from ..generation.answer import Chance
 from .job import Event
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import lora
 from ..core.cache import Cache
+from ..generation.answer import Answer, Chance
 from ..generation.choose import RowChooser
 from ..generation.constraint import Stuck
 from ..generation.options import ends_of
 from ..generation.session import start_of
 from ..lm import LM
-from ..generation.answer import Answer, Chance
+from ..models import Model
 from .job import Event, Job
 
 GRAIN = 64  # attention looks at a multiple of this many slots
@@ -97,10 +100,10 @@ class Slots:
             if not count:
                 break
             ids = torch.tensor([row.prompt[row.read : row.read + count]], device=self.model.device)
-            features = self.model.features(ids, cache=self._view(row.slot, row.slot + 1, row.read + count))
+            features = self._features([row], ids, None, self._view(row.slot, row.slot + 1, row.read + count))
             row.read, budget = row.read + count, budget - count
             if row.read == len(row.prompt):
-                events += self._choose([row], self.model.head(features[:, -1]))
+                events += self._choose([row], features[:, -1])
         return events
 
     def decode(self) -> list[tuple[SlotRow, Event]]:
@@ -117,21 +120,23 @@ class Slots:
         # Padding goes to the slot behind the last one read, so that must hold nothing in any of the rows.
         longest = max(row.read + row.ready for row in self.rows[start:stop] if row is not None)
         cache = self._view(start, stop, longest)
-        features = self._features(ids, None if all(real) else mask, cache)[:, -1]
+        features = self._features(self.rows[start:stop], ids, None if all(real) else mask, cache)[:, -1]
         for row in active:
             row.read += 1
-        return self._choose(active, self.model.head(features[mask[:, 0]]))
+        return self._choose(active, features[mask[:, 0]])
 
-    def _features(self, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-        features: Tensor = self.model.features(ids, mask=mask, cache=cache)
+    def _features(self, rows: Sequence[Row | None], ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        with answering(self.model, rows):
+            features: Tensor = self.model.features(ids, mask=mask, cache=cache)
         return features
 
     def _view(self, start: int, stop: int, tokens: int) -> Cache:
         return self.cache.rows(start, stop, -(-tokens // GRAIN) * GRAIN)
 
-    def _choose(self, rows: Sequence[SlotRow], logits: Tensor) -> list[tuple[SlotRow, Event]]:
-        """Tokens from logits (rows, V). One look at the device's answer for all of them."""
-        logits = logits.float()
+    def _choose(self, rows: Sequence[SlotRow], features: Tensor) -> list[tuple[SlotRow, Event]]:
+        """Tokens from features (rows, D). One look at the device's answer for all of them."""
+        with answering(self.model, rows):
+            logits = self.model.head(features).float()
         likeliest = logits.argmax(-1)
         stuck: set[int] = set()
         chosen = []
@@ -148,6 +153,13 @@ class Slots:
             else (row, row.accept(tokens[number], _chance(logits[number], tokens[number], row.job.top)))
             for number, row in enumerate(rows)
         ]
+
+
+def answering(model: Model, rows: Sequence[Row | None]) -> AbstractContextManager[None]:
+    """Within, each row of a batch is answered by the adapter its job asks for."""
+    if not lora.names(model):
+        return nullcontext()
+    return lora.rows(model, [None if row is None else row.job.adapter for row in rows])
 
 
 def _chance(logits: Tensor, token: int, top: int | None) -> Chance | None:
