@@ -44,17 +44,19 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "classify-sequence": LABELLED,
     "classify-tokens": TAGGED,
     "find-span": QUESTIONS,
+    "prompt-completion": [{"prompt": pair["source"], "completion": pair["target"]} for pair in PAIRS],
 }
 PRESETS = {
     "sequence-to-sequence": "original-base", "causal": "gpt2", "masked": "bert-base", "span-corruption": "t5-small",
     "denoising": "bart-base", "classify-sequence": "bert-base", "classify-tokens": "bert-base",
-    "find-span": "bert-base", "classify-image": "vit-b-16",
+    "find-span": "bert-base", "classify-image": "vit-b-16", "prompt-completion": "gpt2",
 }  # fmt: skip
 BERT = {"kind": "wordpiece", "pad": "[PAD]", "eos": "", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
 BERT |= {"mask": "[MASK]", "template": "[CLS] $0 [SEP]"}
 TOKENIZERS: dict[str, dict[str, Any]] = {
     "sequence-to-sequence": {"template": "$0 </s>"},
     "causal": {"eos": "<|endoftext|>"},
+    "prompt-completion": {"eos": "<|endoftext|>"},
     "span-corruption": {"kind": "unigram", "unk": "<unk>", "sentinels": 20, "template": "$0 </s>"},
     "denoising": {"bos": "<s>", "mask": "<mask>", "template": "<s> $0 </s>", "start": "eos"},
     **dict.fromkeys(("masked", "classify-sequence", "classify-tokens", "find-span"), BERT),
@@ -91,8 +93,8 @@ def recipe_values(folder: Path, objective: str = "sequence-to-sequence", **chang
     """The sections of a recipe; a change is named by section and key, such as train_steps=3."""
     data = write_data(folder, objective)
     layers = {"num_encoder_layers": 1} if PRESETS[objective] != "gpt2" else {}
-    layers |= {"num_decoder_layers": 1} if objective in ("sequence-to-sequence", "causal") else {}
-    layers |= {"num_decoder_layers": 1} if objective in ("span-corruption", "denoising") else {}
+    decoders = ("sequence-to-sequence", "causal", "span-corruption", "denoising", "prompt-completion")
+    layers |= {"num_decoder_layers": 1} if objective in decoders else {}
     if objective == "classify-image":
         layers |= {"image_size": 8, "patch_size": 4, "num_channels": 1}
     values: dict[str, dict[str, Any]] = {

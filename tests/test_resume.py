@@ -307,7 +307,7 @@ def test_a_run_keeps_its_tokenizer_when_the_cache_is_lost(tmp_path: Path, monkey
     train(whole, tmp_path / "whole", quiet=True)
     train(recipe_of(tmp_path, "sequence-to-sequence", train_steps=4, **settings), tmp_path / "again", quiet=True)
     monkeypatch.setenv("SUBLAYER_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr("sublayer.train.open_tokenizer", lambda *rest: pytest.fail("a tokenizer was made again"))
+    monkeypatch.setattr("sublayer.start.open_tokenizer", lambda *rest: pytest.fail("a tokenizer was made again"))
     train(whole, tmp_path / "again", resume=True, quiet=True)
     files = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()

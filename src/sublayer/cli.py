@@ -88,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--quiet", action="store_true", help="no progress; errors only")
     verb.set_defaults(run=_train)
 
+    _finetune_verb(verbs)
+
     verb = verbs.add_parser("presets", help="list the named models with their sizes")
     verb.add_argument("--json", action="store_true", help="print JSON instead of a table")
     verb.set_defaults(run=_presets)
@@ -101,9 +103,30 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--to", choices=("hf", "gguf"), help="the form to write; otherwise the target's name decides")
     verb.add_argument("--dtype", help="float32, bfloat16 or float16; for GGUF also q8_0. Otherwise that of the source")
     verb.add_argument("--max-shard-size", default="5GB", help="the largest file of weights, e.g. 500MB (%(default)s)")
+    verb.add_argument("--merge", metavar="ADAPTER", help="a folder with an adapter (LoRA) to compute into the weights")
     verb.add_argument("--json", action="store_true", help="print the summary as JSON")
     verb.set_defaults(run=_convert)
     return parser
+
+
+def _finetune_verb(verbs: argparse._SubParsersAction[Parser]) -> None:
+    verb = verbs.add_parser("finetune", help="go on training a model on data of yours: an adapter (LoRA), or all of it")
+    verb.add_argument("model", help="a folder in Hugging Face's format, a .gguf file, a name on the hub, or a recipe")
+    verb.add_argument("settings", nargs="*", metavar="key=value", help="such as train.epochs=2 lora.alpha=32")
+    verb.add_argument("--data", metavar="FILE", help="text, TSV, CSV, JSONL, Parquet; its columns say what is learned")
+    verb.add_argument("--valid", metavar="FILE", help="what to validate with; or data.split=0.1 holds rows out")
+    verb.add_argument("--objective", help="what to learn, where the columns should not decide")
+    method = verb.add_mutually_exclusive_group()
+    method.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank (8), in PEFT's format")
+    method.add_argument("--full", action="store_true", help="train all weights")
+    verb.add_argument("--bits", type=int, choices=(4, 8), help="hold the frozen weights in so many bits (QLoRA)")
+    verb.add_argument("--out", metavar="DIR", help="the folder of the run; the result is then DIR/model (runs/DATA)")
+    verb.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in DIR, exactly")
+    verb.add_argument(
+        "--dry-run", action="store_true", help="print sizes, and memory and time as a few steps show them"
+    )
+    verb.add_argument("--quiet", action="store_true", help="no progress; errors only")
+    verb.set_defaults(run=_finetune)
 
 
 def _text_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
@@ -120,6 +143,14 @@ def _text_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     verb.add_argument(
         "--stop", action="append", metavar="TEXT", help="the answer ends before this; several may be given"
     )
+    guess = verb.add_mutually_exclusive_group()
+    guess.add_argument("--draft", metavar="MODEL", help="a smaller model of the same tokenizer guesses; same answer")
+    guess.add_argument("--lookup", action="store_true", default=None, help="guess from the text so far; same answer")
+    verb.add_argument(
+        "--json-schema", type=_schema, metavar="FILE", help="the answer is JSON of this schema; or give its text"
+    )
+    verb.add_argument("--regex", metavar="TEXT", help="the answer is matched by this as a whole")
+    verb.add_argument("--grammar", type=_file, metavar="FILE", help="the answer is of this grammar, GBNF or Lark")
     verb.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
     verb.add_argument("--top-k", type=int)
     verb.add_argument("--top-p", type=float)
@@ -176,10 +207,29 @@ def _beams(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--length-penalty", type=float, help="with beams: above 1 prefers longer answers (1)")
 
 
+def _schema(text: str) -> object:
+    """A JSON schema: itself, or the file it stands in."""
+    try:
+        return json.loads(text if text.lstrip().startswith("{") or text == "true" else _file(text))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text[:200]} is not valid JSON ({error})") from None
+
+
+def _file(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read(1 << 20)
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path[:200]} cannot be read: {error}") from None
+
+
 def _convert(options: argparse.Namespace) -> None:
     from .convert import convert
 
-    convert(options.source, options.target, options.to, options.dtype, options.max_shard_size, as_json=options.json)
+    convert(
+        options.source, options.target, options.to, options.dtype, options.max_shard_size, merge=options.merge,
+        as_json=options.json,
+    )  # fmt: skip
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -187,6 +237,20 @@ def _train(options: argparse.Namespace) -> int:
 
     return train(
         options.recipe, options.settings, options.out, resume=options.resume, dry_run=options.dry_run,
+        quiet=options.quiet,
+    )  # fmt: skip
+
+
+def _finetune(options: argparse.Namespace) -> int:
+    from .finetune import Choices
+    from .finetune import main as finetune
+
+    choices = Choices(
+        data=options.data, valid=options.valid, objective=options.objective, full=options.full, rank=options.lora,
+        bits=options.bits,
+    )  # fmt: skip
+    return finetune(
+        options.model, options.settings, choices, options.out, resume=options.resume, dry_run=options.dry_run,
         quiet=options.quiet,
     )  # fmt: skip
 

@@ -14,35 +14,36 @@ from typing import Any
 import numpy as np
 import torch
 
-from .config import ModelConfig
 from .data import Tokenizer
 from .data.batches import Loader
 from .data.items import make_items
-from .data.sources import open_source, open_store, open_tokenizer
+from .data.sources import open_source, open_store
 from .data.store import Store
 from .data.tasks import TASKS, Context, Labels
-from .data.vocabulary import Vocabulary
 from .evaluate import Evaluator
-from .hub import load_model, save_model
-from .models import Model, build
-from .presets import preset
+from .models import Model
+from .start import Fresh, Start
 from .training.checkpoint import average_models, checkpoints
 from .training.distributed import World, join, whole
 from .training.memory import keep_memory
 from .training.progress import duration
-from .training.recipe import Recipe, find_recipe, load_recipe
+from .training.recipe import SECTIONS, Recipe, find_recipe, load_recipe
 from .training.report import Report, write_report
+from .training.select import freeze
 from .training.trainer import Trainer
 
 # Settings that may differ when a run is resumed: they change when things are written, or how long it goes on.
 FREE = {
     "steps", "save_every", "eval_every", "log_every", "keep", "average", "eval_samples", "patience", "device",
-    "keep_memory", "tensorboard", "max_skips", "micro_tokens", "compile", "parallel",
+    "keep_memory", "tensorboard", "max_skips", "micro_tokens", "compile", "parallel", "epochs",
 }  # fmt: skip
 
 
 # Every token has its own label, or none.
-TOKEN_OBJECTIVES = ("sequence-to-sequence", "causal", "masked", "span-corruption", "denoising", "classify-tokens")
+TOKEN_OBJECTIVES = (
+    "sequence-to-sequence", "causal", "masked", "span-corruption", "denoising", "classify-tokens", "prompt-completion",
+    "chat",
+)  # fmt: skip
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Run:
     recipe: Recipe
     folder: Path
     world: World
+    start: Start
     context: Context
     store: Store
     model: Model
@@ -60,9 +62,12 @@ class Run:
     tokenizer: Tokenizer | None
 
     def save(self, model: Model, folder: Path) -> None:
-        save_model(model, folder)
+        self.start.save(model, folder)
         if self.tokenizer is not None:
             self.tokenizer.save(folder)
+
+    def load(self, folder: Path) -> Model:
+        return self.start.load(folder, self.context, self.world.device)
 
 
 def main(
@@ -71,28 +76,35 @@ def main(
     recipe = load_recipe(find_recipe(name), changes)
     folder = Path(out or f"runs/{Path(name).stem}")
     if dry_run:
+        from .dry_run import describe
+
         return describe(recipe, folder)
-    trainer = train(recipe, folder, resume=resume, quiet=quiet)
+    return exit_code(train(recipe, folder, resume=resume, quiet=quiet))
+
+
+def exit_code(trainer: Trainer) -> int:
     if trainer.stopped_by:
         _say(f"stopped by {trainer.stopped_by} at step {trainer.state.step}; the same command with --resume goes on")
         return 128 + (2 if trainer.stopped_by == "SIGINT" else 15)
     return 0
 
 
-def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = False) -> Trainer:
-    """Train as the recipe says; the model is then in `folder`/model."""
+def train(
+    recipe: Recipe, folder: Path, *, start: Start | None = None, resume: bool = False, quiet: bool = False
+) -> Trainer:
+    """Train as the recipe says, from fresh weights unless told where to start; the model is then in `folder`/model."""
     begun = time.perf_counter()
     world = join(recipe.train.device, recipe.train.parallel)
     _check_folder(recipe, folder, resume)
     if recipe.train.keep_memory and world.device.type == "cpu":
         keep_memory()
-    run = prepare(recipe, folder, world, quiet, resume)
+    run = prepare(recipe, folder, world, quiet, resume, start)
     trainer = make_trainer(run, quiet)
     if resume and trainer.resume() and world.main:
         _say(f"going on from step {trainer.state.step}", quiet)
     if world.main:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "recipe.toml", recipe.to_toml())
+        _write(folder / "recipe.toml", run.recipe.to_toml())
         if run.tokenizer is not None:
             run.tokenizer.save(folder / "tokenizer")
     trainer.run()
@@ -103,14 +115,16 @@ def train(recipe: Recipe, folder: Path, *, resume: bool = False, quiet: bool = F
     return trainer
 
 
-def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False, resume: bool = False) -> Run:
+def prepare(
+    recipe: Recipe, folder: Path, world: World, quiet: bool = False, resume: bool = False, start: Start | None = None
+) -> Run:
     """Data, tokenizer and model of a recipe. One process makes what is made once; the others wait and then find it.
 
     A run that goes on keeps the tokenizer it began with, whatever has become of the cache.
     """
     if not world.main:
         world.wait()
-    values, task = model_values(recipe), TASKS[recipe.data.objective]
+    start = start or Fresh(recipe)
     source = open_source(recipe.data, "train")
     if source is None:
         raise ValueError("the recipe names no training data; give data.train=FILE, or data.corpus")
@@ -119,80 +133,64 @@ def prepare(recipe: Recipe, folder: Path, world: World, quiet: bool = False, res
         _say(text, quiet or not world.main)
 
     tokenizer = None
-    if task.texts:
+    if TASKS[recipe.data.objective].texts:
         begun = resume and (folder / "tokenizer").is_dir()
-        tokenizer = (
-            Tokenizer.load(folder / "tokenizer")
-            if begun
-            else open_tokenizer(source, recipe.data, recipe.tokenizer, say)
-        )
-    vocabulary = None if tokenizer is None else Vocabulary.of(tokenizer, recipe.tokenizer)
-    size = values.get("image_size") or 0
-    context = Context(vocabulary, recipe.data, Labels(), (values.get("num_channels", 3), size, size))
+        tokenizer = Tokenizer.load(folder / "tokenizer") if begun else start.tokenizer(source, say)
+    vocabulary = None if tokenizer is None else start.vocabulary(tokenizer)
+    context = Context(vocabulary, recipe.data, Labels(), start.image_shape)
     store = open_store(source, context, say)
     held_out = open_source(recipe.data, "valid")
     valid = None if held_out is None else open_store(held_out, context, say)
     if world.main:
         world.wait()
-    config = model_config(recipe, values, context)
-    model = build(config, device=world.device, seed=recipe.train.seed)
-    model.labels = tuple(context.labels.sorted())
+    model = start.model(context, world.device)
+    freeze(model, recipe.train.freeze)
     packed = _packed(recipe, world)
     loader = Loader(
         items=make_items(store, context), batch_tokens=recipe.train.batch_tokens,
         micro_tokens=recipe.train.micro_tokens, seed=recipe.train.seed, group=recipe.data.group_by_length,
-        packed=packed, pad=config.pad_id or 0,
+        packed=packed, pad=model.config.pad_id or 0,
         bound=recipe.data.max_length if packed else None, rank=world.rank, world=world.size,
     )  # fmt: skip
     if loader.packed:
         loader = dataclasses.replace(loader, rows=_rows(recipe, store)).of_one_shape()
+    recipe = _with_steps(recipe, loader)
     evaluator = None
     if valid is not None:
         items = make_items(valid, context)
         evaluator = Evaluator(
             dataclasses.replace(loader, items=items, limit=recipe.train.eval_tokens), recipe, context, world, tokenizer
         )
-    return Run(recipe, folder, world, context, store, model, loader, evaluator, tokenizer)
+    return Run(recipe, folder, world, start, context, store, model, loader, evaluator, tokenizer)
 
 
-def model_values(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's model as far as it is known before the data: the preset with its changes, and the head."""
-    given = dict(recipe.model)
-    name = given.pop("preset", None)
-    values = (preset(name).to_dict() if name is not None else {}) | given
-    task = TASKS[recipe.data.objective]
-    if values.get("shape") not in task.shapes:
-        raise ValueError(
-            f"objective {recipe.data.objective!r} trains a model of shape {' or '.join(task.shapes)}; "
-            f"this one is {values.get('shape')!r}; choose another model.preset, or data.objective"
-        )
-    if recipe.data.objective == "classify-image" and not isinstance(values.get("image_size"), int):
-        raise ValueError("classify-image needs a model that reads images; set model.image_size and model.patch_size")
-    values["head"] = task.head
-    if task.head != "classifier":
-        values["pooler"] = "none"
-    if name is not None and values["logits_scale"] == preset(name).d_model ** -0.5 != 1.0:
-        values["logits_scale"] = given.get("logits_scale", values["d_model"] ** -0.5)  # it follows the width, in T5
-    return values
+def _with_steps(recipe: Recipe, loader: Loader) -> Recipe:
+    """Epochs in steps, as far as the recipe speaks of epochs."""
+    settings = recipe.train
+    if settings.epochs is None and settings.eval_every != 0:
+        return recipe
+    one = len(loader.plan(0))
+    steps = settings.steps if settings.epochs is None else max(1, round(settings.epochs * one))
+    every = one if settings.eval_every == 0 else settings.eval_every
+    return dataclasses.replace(recipe, train=dataclasses.replace(settings, steps=steps, eval_every=every))
 
 
-def model_config(recipe: Recipe, values: dict[str, Any], context: Context) -> ModelConfig:
-    """The configuration, with what follows from the data: vocabulary, special tokens, labels, room for tokens."""
-    given, values = recipe.model, dict(values)
-    if values["head"] in ("classifier", "token-classifier"):
-        values["num_labels"] = len(context.labels.names)
-    if context.vocabulary is not None:
-        words = context.vocabulary
-        size = -(-words.size // 8) * 8
-        if given.get("vocab_size", size) < words.size:
-            raise ValueError(f"model.vocab_size is {given['vocab_size']}, and the tokenizer has {words.size} tokens")
-        values["vocab_size"] = given.get("vocab_size", size)
-        for role in ("pad", "bos", "eos"):
-            values[f"{role}_id"] = words.id(role)
-        values["start_id"] = words.id(words.start_role) if values["shape"] == "encoder-decoder" else None
-        if "max_positions" not in given:
-            values["max_positions"] = max(recipe.data.max_length + 2, 64)
-    return ModelConfig.from_dict(values)
+def _class_weights(run: Run) -> Sequence[float] | None:
+    """As the recipe gives them; balanced, every class weighs as much as any other in all, and the mean weight is 1."""
+    wanted = run.recipe.train.class_weights
+    if wanted is None:
+        return None
+    name = next((name for name in ("label", "tags") if name in run.store.columns), None)
+    count = len(run.context.labels.sorted())
+    if name is None:
+        raise ValueError(f"train.class_weights needs labels, and {run.recipe.data.objective!r} has none")
+    if isinstance(wanted, tuple):
+        if len(wanted) != count:
+            raise ValueError(f"train.class_weights has {len(wanted)} numbers for {count} labels")
+        return wanted
+    labels = run.context.labels.order()[run.store.columns[name]]
+    counts = np.bincount(labels, minlength=count)
+    return (len(labels) / (count * np.maximum(counts, 1))).tolist()
 
 
 def _packed(recipe: Recipe, world: World) -> bool:
@@ -223,9 +221,8 @@ def make_trainer(run: Run, quiet: bool) -> Trainer:
             write_report(run.folder, _report(run, trainer, status))
 
     trainer = Trainer(
-        run.model, run.loader, run.recipe.train, run.folder, save_model=run.save,
-        load_model=lambda path: load_model(path, run.world.device), evaluate=run.evaluator, report=report,
-        world=run.world, quiet=quiet,
+        run.model, run.loader, run.recipe.train, run.folder, save_model=run.save, load_model=run.load,
+        evaluate=run.evaluator, report=report, world=run.world, class_weights=_class_weights(run), quiet=quiet,
     )  # fmt: skip
     return trainer
 
@@ -238,7 +235,7 @@ def _report(run: Run, trainer: Trainer, status: str) -> Report:
         ("examples", f"{len(run.loader.items):,}"),
         ("tokens a step", f"{settings.batch_tokens:,}"),
         ("optimiser", f"{settings.optimizer}, {settings.schedule}"),
-        ("arithmetic", f"{settings.dtype} on {_device_name(run.world)}"),
+        ("arithmetic", f"{settings.dtype} on {device_name(run.world)}"),
         ("processes", str(run.world.size)),
         ("time", duration(trainer.state.seconds)),
     ]
@@ -253,7 +250,7 @@ def _report(run: Run, trainer: Trainer, status: str) -> Report:
     )  # fmt: skip
 
 
-def _device_name(world: World) -> str:
+def device_name(world: World) -> str:
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{torch.get_num_threads()} CPU threads"
@@ -264,17 +261,16 @@ def _finish(run: Run, trainer: Trainer) -> None:
     settings, best = run.recipe.train, run.folder / "best"
     model = run.model
     with trainer.averaged():
-        if settings.patience and best.exists() and not run.world.sharded:
-            model.load_state_dict(load_model(best, run.world.device).state_dict())
+        if settings.keeps_best and best.exists() and not run.world.sharded:
+            model.load_state_dict(run.load(best).state_dict())
         elif settings.average > 1 and not run.world.sharded:
             kept = checkpoints(run.folder / "checkpoints")[-settings.average :]
-            states = [load_model(path, run.world.device).state_dict() for path in kept]
+            states = [run.load(path).state_dict() for path in kept]
             model.load_state_dict(average_models(states))
         if run.world.sharded:
             state = {name: whole(tensor) for name, tensor in model.state_dict().items()}
-            model = build(model.config, device=run.world.device)
+            model = run.start.model(run.context, run.world.device)
             model.load_state_dict(state)
-            model.labels = run.model.labels
         model.eval()
         _test(run, trainer, model)
         if run.world.main:
@@ -314,10 +310,8 @@ def _check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
     if not stored.exists():
         return
     before = load_recipe(stored)
-    for section in ("model", "data", "tokenizer", "train"):
-        old, new = getattr(before, section), getattr(recipe, section)
-        old = old if isinstance(old, dict) else dataclasses.asdict(old)
-        new = new if isinstance(new, dict) else dataclasses.asdict(new)
+    for section in SECTIONS:
+        old, new = _keys(getattr(before, section)), _keys(getattr(recipe, section))
         for key in sorted({*old, *new} - (FREE if section == "train" else {"cache"})):
             if old.get(key) != new.get(key):
                 raise ValueError(
@@ -326,50 +320,8 @@ def _check_folder(recipe: Recipe, folder: Path, resume: bool) -> None:
                 )
 
 
-def describe(recipe: Recipe, folder: Path) -> int:
-    """`--dry-run`: sizes, and memory and time as a few real steps show them. Nothing is written to the run's folder."""
-    world = join(recipe.train.device, recipe.train.parallel)
-    if recipe.train.keep_memory and world.device.type == "cpu":
-        keep_memory()
-    run = prepare(recipe, folder, world)
-    config, settings = run.model.config, recipe.train
-    count = run.model.num_parameters()
-    per = len(run.loader.plan(0))
-    states = {"adamw": 8, "adafactor": 0, "muon": 4}[settings.optimizer] + (4 if settings.ema else 0)
-    fixed = count * (4 + 4 + states)
-    print(f"model      {config.shape}, d_model {config.d_model}, {count:,} parameters")
-    if run.context.vocabulary is not None:
-        print(f"tokenizer  {run.context.vocabulary.size:,} tokens")
-    print(f"data       {len(run.loader.items):,} examples, {run.store.info['tokens']:,} tokens")
-    print(f"steps      {settings.steps:,} of {settings.batch_tokens:,} tokens: {settings.steps / per:.2f} epochs")
-    print(f"weights    {_bytes(fixed)} with gradients and {settings.optimizer}'s state", flush=True)
-    seconds, memory = _measure(run)
-    total = seconds * settings.steps
-    print(f"memory     {_bytes(memory)} at the peak, measured over three steps on {_device_name(world)}")
-    print(f"time       {duration(total)} for {settings.steps:,} steps, {seconds:.3f} s each, without evaluations")
-    return 0
-
-
-def _measure(run: Run) -> tuple[float, float]:
-    import tempfile
-
-    from .training.meter import peak_memory
-
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(dataclasses.replace(run, folder=Path(folder)), quiet=True)
-        trainer.journal.start(trainer.state)
-        times = []
-        for _, step in zip(range(4), run.loader.steps(), strict=False):
-            begun = time.perf_counter()
-            trainer.learn(step)
-            if run.world.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begun)
-    return sorted(times[1:])[1], peak_memory(run.world.device)
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+def _keys(section: Any) -> dict[str, Any]:
+    return section or {} if section is None or isinstance(section, dict) else dataclasses.asdict(section)
 
 
 def _write(path: Path, text: str) -> None:

@@ -60,7 +60,12 @@ class Block(nn.Module):
         memory: Tensor | None = None,
         memory_mask: Mask | None = None,
         memory_cache: CrossEntry | None = None,
+        first: bool = False,
     ) -> Tensor:
+        """With `first`, the answer for the first token alone; of the others, keys and values are all that it needs."""
+        if first:
+            source = self.attention.norm(x, valid) if self.attention.before else x
+            return self.feed_forward(self.attention(x[:, :1], memory=source, mask=mask))
         x = self.attention(x, valid, mask=mask, rotary=rotary, cache=cache)
         if self.cross is not None:
             x = self.cross(x, valid, memory=memory, mask=memory_mask, cache=memory_cache)

@@ -27,6 +27,7 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(Block(config, side) for _ in range(config.layers(side)))
         self.final_norm = make_norm(config) if config.final_norm else NoNorm()
         self.windows = config.windows(side)
+        self.needs_all = config.norm == "batchnorm"  # whose statistics are over all tokens
 
     def forward(
         self,
@@ -37,7 +38,9 @@ class Stack(nn.Module):
         memory: Tensor | None = None,
         memory_layout: Layout | None = None,
         cache: Cache | None = None,
+        first: bool = False,
     ) -> Tensor:
+        """`first` says that the first token of each row is all that is wanted: (B, 1, D), where that saves work."""
         x = self.embeddings(inputs, layout, token_types)  # (B, T, D) or (N, D)
         layout = layout or Layout.of(x)
         rotary = None if self.rotary is None else self.rotary(layout)
@@ -49,8 +52,16 @@ class Stack(nn.Module):
         memory_mask = None if memory_layout is None else cross_mask(layout, memory_layout)
         entries = [None] * len(self.blocks) if cache is None else cache.entries(layout)
         crosses = [None] * len(self.blocks) if cache is None else cache.cross
-        for block, window, entry, cross in zip(self.blocks, self.windows, entries, crosses, strict=True):
-            x = block(x, layout.valid, masks[window], rotary, entry, memory, memory_mask, cross)
+        only = len(self.blocks) - 1 if first and self._can_answer_first(layout) else -1
+        for number, (block, window, entry, cross) in enumerate(
+            zip(self.blocks, self.windows, entries, crosses, strict=True)
+        ):
+            x = block(x, layout.valid, masks[window], rotary, entry, memory, memory_mask, cross, number == only)
         if cache is not None:
             cache.advance(layout)
         return self.final_norm(x, layout.valid)
+
+    def _can_answer_first(self, layout: Layout) -> bool:
+        """Whether the last block can: rows of one sequence each, and nothing in it that depends on places."""
+        places = self.causal or self.rotary is not None or self.bias is not None or self.windows[-1] is not None
+        return layout.packing is None and not places and not self.needs_all

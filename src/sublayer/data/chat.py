@@ -19,6 +19,7 @@ MAX_TEMPLATE_BYTES = 256 << 10
 MAX_TEXT_BYTES = 4 << 20
 MAX_MEMORY_BYTES = 1 << 30
 MAX_SECONDS = 5.0
+SECONDS_EACH = 0.05  # more, for each further text of one process
 OLDEST_JINJA = (3, 1, 6)  # there are known ways out of the sandboxes before
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -35,18 +36,35 @@ def render(
 ) -> str:
     """The text that the model is to read. `special` holds bos_token, eos_token …, by the names templates use."""
     check_messages(messages)
+    values = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    (answer,) = render_all(template, [values], special=special)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+def render_all(
+    template: str, values: Sequence[Mapping[str, Any]], *, special: Mapping[str, str], mark: str = ""
+) -> list[str | ValueError]:
+    """The text for each of several sets of values, or what is wrong with it, by one process.
+
+    A `mark` is put before and after what the template has between {% generation %} and {% endgeneration %}.
+    """
     _check_jinja()
     if len(template.encode("utf-8", "replace")) > MAX_TEMPLATE_BYTES:
         raise ValueError(f"the chat template is larger than {MAX_TEMPLATE_BYTES >> 10} KB; that is no template")
-    values = {**special, "messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+    whole = [{"tools": None, "documents": None, **special, **one} for one in values]
     try:
-        request = json.dumps({"template": template, "values": values | {"documents": None}}, default=_plain)
+        request = json.dumps({"template": template, "values": whole, "mark": mark}, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the messages and tools must be what JSON can hold: {error}") from None
-    answer = _in_its_own_process(request)
-    if "error" in answer:
-        raise ValueError(f"the chat template {answer['error']}")
-    return str(answer["text"])
+    answers = _in_its_own_process(request, MAX_SECONDS + SECONDS_EACH * (len(whole) - 1))
+    if isinstance(answers, dict):
+        answers = [answers] * len(whole)
+    return [
+        ValueError(f"the chat template {answer['error']}") if "error" in answer else str(answer["text"])
+        for answer in answers
+    ]
 
 
 def check_messages(messages: Any) -> None:
@@ -108,17 +126,18 @@ def _check_jinja() -> None:
         raise ValueError(f"jinja2 {version} lets templates out of the sandbox; {oldest} or newer is needed")
 
 
-def _in_its_own_process(request: str) -> dict[str, Any]:
+def _in_its_own_process(request: str, seconds: float) -> list[dict[str, Any]] | dict[str, Any]:
+    """An answer for each text, or one for all where the process failed."""
     # -P: the folder of this file stays out of the path, lest its modules pass for those of the standard library.
     command = [sys.executable, "-P", __file__]
     try:
-        done = subprocess.run(command, input=request.encode(), capture_output=True, timeout=MAX_SECONDS, check=False)
-        answer = json.loads(done.stdout)
+        done = subprocess.run(command, input=request.encode(), capture_output=True, timeout=seconds, check=False)
+        answers = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return {"error": f"was stopped: it ran for more than {MAX_SECONDS:g} seconds"}
+        return {"error": f"was stopped: it ran for more than {seconds:g} seconds"}
     except (OSError, ValueError):  # a crash, or killed for want of memory
         return {"error": "could not be run: its process ended without an answer"}
-    return answer if isinstance(answer, dict) else {"error": "gave no text"}
+    return answers if isinstance(answers, list) else {"error": "gave no text"}
 
 
 # In the process of its own
@@ -132,16 +151,17 @@ def _work() -> None:
     except (ImportError, ValueError, OSError):  # not on Windows; the time is limited all the same
         pass
     request = json.loads(sys.stdin.buffer.read())
-    sys.stdout.write(json.dumps(_answer(request["template"], request["values"])))
+    environment = _environment(request["mark"])
+    sys.stdout.write(json.dumps([_answer(environment, request["template"], values) for values in request["values"]]))
 
 
-def _answer(template: str, values: dict[str, Any]) -> dict[str, str]:
+def _answer(environment: Any, template: str, values: dict[str, Any]) -> dict[str, str]:
     from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
     pieces: list[str] = []
     size = 0
     try:
-        for piece in _environment().from_string(template).generate(values):
+        for piece in environment.from_string(template).generate(values):
             pieces.append(piece)
             size += len(piece.encode("utf-8", "replace"))
             if size > MAX_TEXT_BYTES:
@@ -160,7 +180,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
-def _environment() -> Any:
+def _environment(mark: str) -> Any:
     """Jinja as transformers sets it up, which is what templates are written for."""
     from datetime import datetime
 
@@ -170,13 +190,15 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %} marks what the assistant says; it adds nothing to the text."""
+        """{% generation %} … {% endgeneration %} is around what the assistant says; it adds the mark, if any."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's own type
 
-        def parse(self, parser: Any) -> nodes.Node:
+        def parse(self, parser: Any) -> list[nodes.Node]:
             line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+            body = nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+            edge = nodes.Output([nodes.TemplateData(mark)]).set_lineno(line)
+            return [edge, body, edge]
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)

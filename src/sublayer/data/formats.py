@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from ..config import unknown
 
 DOCUMENTS = ("line", "paragraph", "file")
-TEXT_COLUMNS = ("text", "pair", "source", "target", "question", "context")
+TEXT_COLUMNS = ("text", "pair", "source", "target", "question", "context", "prompt", "completion")
 PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 PIECE = 64 << 10
 BUFFER = 1 << 20

@@ -48,6 +48,12 @@ def causal(ids: ArrayLike, *, loss_from: int = 0) -> Example:
     return {"ids": tokens[:-1], "labels": labels}
 
 
+def learned(ids: ArrayLike, learn: ArrayLike, *, max_length: int) -> Example:
+    """A text of which only some tokens are learned, those where `learn` is not 0: the answers in a conversation."""
+    tokens, wanted = _ids(ids)[: max_length + 1], _ids(learn)[1 : max_length + 1]
+    return {"ids": tokens[:-1], "labels": np.where(wanted != 0, tokens[1:], IGNORE)}
+
+
 def masked(
     ids: ArrayLike,
     rng: Generator,

@@ -108,7 +108,7 @@ def find_files(where: str | Path | Sequence[str | Path]) -> list[Path]:
         raise DataError("no file was named; give a file, a glob, a folder, or a list of these")
     files = list(dict.fromkeys(path for place in places for path in _expand(os.path.expanduser(place))))
     for path in files:
-        _kind(path)
+        kind_of(path)
     return files
 
 
@@ -134,7 +134,7 @@ def _below(place: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _kind(path: Path) -> str:
+def kind_of(path: Path) -> str:
     name = path.name.lower()
     ending = os.path.splitext(os.path.splitext(name)[0] if name.endswith(tuple(PACKINGS)) else name)[1]
     if ending not in ENDINGS:
@@ -157,7 +157,7 @@ def fingerprint(files: Sequence[Path], progress: Callable[[int], None] | None = 
                 if progress is not None:
                     progress(len(block))
         _check_unchanged(path, before)
-        whole.update(_kind(path).encode() + b"\0" + part.digest())  # a digest each, so that moved boundaries show
+        whole.update(kind_of(path).encode() + b"\0" + part.digest())  # a digest each, so that moved boundaries show
     return whole.hexdigest()
 
 
@@ -229,7 +229,7 @@ def _rows(files: list[Path], request: Request, on_error: str, skipped: Skipped) 
 
 
 def _entries(path: Path, request: Request) -> Generator[Entry, None, None]:
-    reader = READERS[_kind(path)]
+    reader = READERS[kind_of(path)]
     with opened(path) as stream:
         yield from reader(path, stream, request)
 

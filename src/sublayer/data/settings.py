@@ -8,7 +8,7 @@ from ..config import unknown
 
 OBJECTIVES = (
     "sequence-to-sequence", "causal", "masked", "span-corruption", "denoising",
-    "classify-sequence", "classify-tokens", "find-span", "classify-image",
+    "classify-sequence", "classify-tokens", "find-span", "classify-image", "prompt-completion", "chat",
 )  # fmt: skip
 CORPORA = ("cldr", "stdlib", "digits", "labelled", "tagged", "questions")
 DOCUMENTS = ("file", "paragraph", "line")
@@ -24,6 +24,8 @@ class DataSettings:
     train: str | tuple[str, ...] | None = None
     valid: str | tuple[str, ...] | None = None
     test: str | tuple[str, ...] | None = None
+    split: float = 0.0  # of the training rows, held out to validate with; which ones follows from split_seed
+    split_seed: int = 0
     corpus: str | None = None
     corpus_size: int = 20_000  # rows of a corpus that is made on the spot
     # The columns of the files that hold each part of an example, by name.
@@ -38,6 +40,9 @@ class DataSettings:
     context: str = "context"
     answer: str = "answer"
     image: str = "image"
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
     names: tuple[str, ...] | None = None  # of the columns, for a file without a header
     documents: str = "file"  # what one document is in a plain text file
     on_error: str = "stop"  # a bad row stops the run, or is skipped and counted
@@ -69,6 +74,10 @@ class DataSettings:
         for name in ("mask_probability", "noise_density", "noise_ratio"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise ValueError(f"data.{name} is {getattr(self, name)}; it must be between 0 and 1")
+        if not 0.0 <= self.split < 1.0:
+            raise ValueError(f"data.split is {self.split}; it must be from 0 to below 1, such as 0.2")
+        if self.split and self.valid is not None:
+            raise ValueError("data.split and data.valid both say what to validate with; give one of them")
         if self.mean_span < 1.0:
             raise ValueError(f"data.mean_span is {self.mean_span}; it must be at least 1")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .conversations import chat_template
 from .counting import Counting
 from .readers import DataError, Row, Skipped, find_files, fingerprint, read_dataset, read_rows
 from .settings import DataSettings, TokenizerSettings
@@ -34,6 +36,9 @@ class Source:
 
 def open_source(settings: DataSettings, split: str) -> Source | None:
     """The rows of "train", "valid" or "test"; None where neither files nor a corpus are named for it."""
+    if settings.split and split != "test":
+        whole = open_source(dataclasses.replace(settings, split=0.0), "train")
+        return None if whole is None else _part(whole, settings, split)
     where = getattr(settings, split)
     skipped = Skipped()
     if where is None:
@@ -73,6 +78,31 @@ def open_source(settings: DataSettings, split: str) -> Source | None:
 
     name = where if isinstance(where, str) else ", ".join(where)
     return Source(name, fingerprint(files), rows, skipped)
+
+
+def _part(source: Source, settings: DataSettings, split: str) -> Source:
+    """The rows held out to validate with, or the others. A document that comes in pieces stays whole."""
+
+    def rows() -> Iterator[Row]:
+        number, held_out, empty = 0, False, True
+        for row in source.rows():
+            if not row.values.get("continued", False):
+                number += 1
+                held_out = _held_out(number, settings)
+            if held_out == (split == "valid"):
+                empty = False
+                yield row
+        if empty:
+            raise DataError(f"{source.name}: data.split={settings.split} leaves no row for {split}; give data.valid")
+
+    key = key_of(source.key, settings.split, settings.split_seed, split)
+    return Source(f"{source.name} ({split} part)", key, rows, source.skipped)
+
+
+def _held_out(number: int, settings: DataSettings) -> bool:
+    """Drawn from the row's number alone, so that rows added to a file move no other."""
+    drawn = hashlib.blake2b(f"{settings.split_seed} {number}".encode(), digest_size=8).digest()
+    return int.from_bytes(drawn, "big") < settings.split * 2**64
 
 
 def _fresh(skipped: Skipped) -> Skipped:
@@ -158,7 +188,8 @@ def open_store(source: Source, context: Context, say: Say) -> Store:
     words = None if vocabulary is None else [vocabulary.tokenizer.fingerprint(), vocabulary.frame]
     images = context.image_shape if settings.objective == "classify-image" else None
     labels = context.labels.names if context.labels.frozen else None
-    key = key_of(source.key, relevant, words, images, labels)
+    chat = chat_template(context.words.tokenizer) if settings.objective == "chat" else None
+    key = key_of(source.key, relevant, words, images, labels, *([chat] if chat is not None else []))
     folder = cache_folder(settings.cache) / "data" / key
     store = Store(cached(folder, lambda temporary: _build(temporary, source, context, say)))
     if not context.labels.frozen:

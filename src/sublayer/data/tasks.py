@@ -26,6 +26,7 @@ class Labels:
 
     names: list[str] = field(default_factory=list)
     frozen: bool = False
+    arranged: tuple[str, ...] = ()  # the order of a model that has its labels already
 
     def index(self, value: Any, row: Row) -> int:
         if value is None or (isinstance(value, str) and not value.strip()):
@@ -43,7 +44,9 @@ class Labels:
         self._places = {name: n for n, name in enumerate(self.names)}
 
     def sorted(self) -> list[str]:
-        """As the model numbers them: 0, 1, 2 … 10 where they are numbers, else by the alphabet."""
+        """As the model numbers them: its own order, else 0, 1, 2 … 10 where they are numbers, else the alphabet."""
+        if self.arranged:
+            return list(self.arranged)
         return sorted(self.names, key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
 
     def order(self) -> NDArray[np.int64]:
@@ -147,7 +150,7 @@ def _encode_labelled(rows: Sequence[Row], context: Context) -> list[Stored]:
 
 def _labelled(stored: Stored, context: Context, random: Random) -> Example:
     return objectives.label_sequence(
-        stored["text"], int(context.labels.order()[stored["label"][0]]), num_labels=len(context.labels.names),
+        stored["text"], int(context.labels.order()[stored["label"][0]]), num_labels=len(context.labels.sorted()),
         token_types=stored["types"] if context.settings.pair else None, max_length=context.settings.max_length,
     )  # fmt: skip
 
@@ -229,9 +232,33 @@ def _image(stored: Stored, context: Context, random: Random) -> Example:
     settings = context.settings
     return objectives.label_image(
         stored["pixels"].reshape(context.image_shape), int(context.labels.order()[stored["label"][0]]),
-        num_labels=len(context.labels.names), flip=settings.flip, crop=settings.crop,
+        num_labels=len(context.labels.sorted()), flip=settings.flip, crop=settings.crop,
         rng=random() if settings.flip or settings.crop else None,
     )  # fmt: skip
+
+
+def _encode_prompts(rows: Sequence[Row], context: Context) -> list[Stored]:
+    """A prompt as generation reads it, then the completion and the token that ends it, which are learned."""
+    words = context.words
+    after, eos = len(words.frame[1]), words.id("eos")
+    prompts = words.tokenizer.encode_batch([row.values["prompt"] for row in rows])
+    answers = words.tokenizer.encode_batch([row.values["completion"] for row in rows], special=False)
+    out = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        prompt = prompt[: len(prompt) - after]
+        answer = answer if eos is None else [*answer, eos]
+        out.append({"text": [*prompt, *answer], "learn": [0] * len(prompt) + [1] * len(answer)})
+    return out
+
+
+def _encode_chats(rows: Sequence[Row], context: Context) -> list[Stored]:
+    from .conversations import encode_chats
+
+    return [{"text": ids, "learn": learn} for ids, learn in encode_chats(rows, context.words.tokenizer)]
+
+
+def _learned(stored: Stored, context: Context, random: Random) -> Example:
+    return objectives.learned(stored["text"], stored["learn"], max_length=context.settings.max_length)
 
 
 _TEXT = dict(columns=("text",), fields={"text": "token"}, encode=_encode_text, measure="text", windows=True)
@@ -260,5 +287,13 @@ TASKS: dict[str, Task] = {
     "classify-image": Task(
         "classifier", ("encoder",), ("image", "label"), {"pixels": "uint8", "label": "int32"}, _encode_images, _image,
         "pixels", texts=(),
+    ),
+    "prompt-completion": Task(
+        "lm", ("decoder",), ("prompt", "completion"), {"text": "token", "learn": "uint8"}, _encode_prompts, _learned,
+        "text", texts=("prompt", "completion"),
+    ),
+    "chat": Task(
+        "lm", ("decoder",), ("messages",), {"text": "token", "learn": "uint8"}, _encode_chats, _learned, "text",
+        texts=("messages",),
     ),
 }  # fmt: skip

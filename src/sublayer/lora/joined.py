@@ -38,9 +38,7 @@ def joined(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor,
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.scale = scale
         return F.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)

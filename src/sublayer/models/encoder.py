@@ -24,12 +24,14 @@ class Encoder(Model):
         mask: Tensor | None = None,
         token_types: Tensor | None = None,
         packing: Packing | None = None,
+        first: bool = False,
     ) -> Tensor:
+        """`first`: of each row, whose padding is behind, the first token is all that is wanted."""
         if self.config.image_input:
             if mask is not None or token_types is not None or packing is not None:
                 raise ValueError("an image has no padding and no segments; give the pixels alone")
-            return self.encoder(ids)
-        return self.encoder(ids, Layout.of(ids, mask, packing), token_types=token_types)
+            return self.encoder(ids, first=first)
+        return self.encoder(ids, Layout.of(ids, mask, packing), token_types=token_types, first=first)
 
     def forward(
         self,

@@ -84,7 +84,7 @@ class Journal:
             self.tokens[name] = self.tokens.get(name, 0) + tokens
             self.sequences[name] = self.sequences.get(name, 0) + batch.sequences
 
-    def learned(self, loss: Tensor, targets: int, norm: Tensor, bad: Tensor) -> None:
+    def learned(self, loss: Tensor, targets: float, norm: Tensor, bad: Tensor) -> None:
         """The loss of a step, unless it was skipped; nothing is read back from a GPU here."""
         step = torch.stack([loss, torch.full_like(loss, targets), norm.to(loss.dtype)])
         kept = torch.where(bad, torch.zeros_like(step), step)

@@ -27,8 +27,11 @@ def make_optimizer(
     eps: float = 1e-9,
     weight_decay: float = 0.0,
     momentum: float = 0.95,
+    factors: Mapping[str, float] | None = None,
 ) -> Optimizer:
     """An optimiser over what `model` trains; frozen parameters are left out.
+
+    `factors` has what the learning rate of a parameter, by its name, is multiplied by, where that is not 1.
 
     "muon" gives the weights inside the blocks to Muon (with `momentum`) and the rest to AdamW (with `betas` and `eps`).
     Its update is scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both. "adafactor"
@@ -36,7 +39,7 @@ def make_optimizer(
     """
     if name not in OPTIMIZERS:
         raise ValueError(unknown("optimizer", name, OPTIMIZERS))
-    groups = _groups(model, matrices=name == "muon", weight_decay=weight_decay)
+    groups = _groups(model, matrices=name == "muon", weight_decay=weight_decay, factors=factors or {})
     if name == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr)
     adam: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "fused": _can_fuse(model)}
@@ -117,20 +120,24 @@ def load_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: Mapping[
     optimizer.state.update(states)
 
 
-def _groups(model: nn.Module, *, matrices: bool, weight_decay: float) -> list[dict[str, Any]]:
-    members: dict[str, list[Tensor]] = {"matrices": [], "decayed": [], "plain": []}
+def _groups(
+    model: nn.Module, *, matrices: bool, weight_decay: float, factors: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    kinds = ("matrices", "decayed", "plain")
+    members: dict[tuple[str, float], list[Tensor]] = {(kind, 1.0): [] for kind in kinds}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if matrices and parameter.dim() == 2 and "blocks" in name.split("."):
-            members["matrices"].append(parameter)
+            kind = "matrices"
         else:
-            members["decayed" if parameter.dim() >= 2 else "plain"].append(parameter)
+            kind = "decayed" if parameter.dim() >= 2 else "plain"
+        members.setdefault((kind, factors.get(name, 1.0)), []).append(parameter)
     if not any(members.values()):
         raise ValueError("the model has no parameter to train; set requires_grad on those that should learn")
     return [
-        {"name": name, "params": params, "weight_decay": 0.0 if name == "plain" else weight_decay, "lr_scale": 1.0}
-        for name, params in members.items()
+        {"name": name, "params": params, "weight_decay": 0.0 if name == "plain" else weight_decay, "lr_scale": factor}
+        for (name, factor), params in members.items()
         if params
     ]
 

@@ -104,3 +104,7 @@ def _live(stream: TextIO) -> LiveProgress:
     """Drawn at each update and not by a thread, which would compete with training."""
     columns = (BarColumn(bar_width=24), TextColumn("{task.fields[text]}", markup=False))
     return LiveProgress(*columns, console=Console(file=stream), auto_refresh=False)
+
+
+def in_bytes(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

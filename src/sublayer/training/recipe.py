@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import tomllib
 import types
 import typing
@@ -26,6 +27,7 @@ BUILT_IN = Path(__file__).parent.parent / "recipes"
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
     steps: int = 1000
+    epochs: float | None = None  # how often all the data is seen; decides the steps, where it is given
     batch_tokens: int = 4096  # of a whole step, over all processes; a pair counts with its longer side
     micro_tokens: int | None = None  # the most that goes through the model at once; None: a step's share of a process
     seed: int = 0
@@ -39,10 +41,14 @@ class TrainSettings:
     momentum: float = 0.95  # muon
     clip: float = 1.0  # of the gradient's norm; 0: never
     schedule: str = "cosine"
-    warmup: int = 100
+    warmup: int | float = 100  # below 1: a share of all steps
     final_lr: float = 0.0  # as a fraction of the peak
     decay: int | None = None  # wsd: how many steps the decay takes
     label_smoothing: float = 0.0
+    class_weights: str | tuple[float, ...] | None = None  # "balanced", or one for each label in the model's order
+    freeze: tuple[str, ...] = ()  # patterns of the parameters that stay as they are: "embeddings.*"
+    layer_decay: float = 1.0  # each layer learns this much slower than the one above it
+    lr_factors: dict[str, float] | None = None  # pattern of parameters -> what their learning rate is multiplied by
 
     dtype: str = "float32"  # of the arithmetic; the weights themselves stay in float32
     compile: bool = False
@@ -56,10 +62,12 @@ class TrainSettings:
     log_every: int = 10
     save_every: int | None = 500
     keep: int = 2  # checkpoints on disk
-    eval_every: int | None = 200
-    eval_tokens: int = 50_000  # of the validation data that an evaluation reads, from its start
+    eval_every: int | None = 200  # 0: once an epoch
+    eval_first: bool = False  # before the first step too
+    eval_tokens: int | None = 50_000  # of the validation data that an evaluation reads, from its start; None: all
     eval_samples: int = 64  # texts generated for BLEU, chrF and exact match, and shown in the report
     metric: str = "valid_loss"  # decides the best model and early stopping
+    best: str | None = None  # the metric by which the best model is kept and is what the run ends with
     patience: int = 0  # evaluations without a better metric before the run stops; 0: never stops early
     nonfinite: str = "skip"  # a step whose gradient is not finite is skipped, or stops the run
     spike: float = 0.0  # a gradient this many times its running mean is treated the same way; 0: off
@@ -75,7 +83,7 @@ class TrainSettings:
                 raise ValueError(unknown(f"train.{name}", getattr(self, name), known))
         least = dict(steps=1, batch_tokens=1, micro_tokens=1, warmup=0, decay=1, log_every=1, save_every=1, keep=1)
         least |= dict(
-            eval_every=1, eval_samples=0, eval_tokens=1, patience=0, max_skips=1, loss_chunk=1, average=0, seed=0
+            eval_every=0, eval_samples=0, eval_tokens=1, patience=0, max_skips=1, loss_chunk=1, average=0, seed=0
         )
         for name, bound in least.items():
             value = getattr(self, name)
@@ -84,6 +92,16 @@ class TrainSettings:
         for name in ("lr", "eps", "weight_decay", "clip", "spike", "final_lr", "label_smoothing", "ema", "momentum"):
             if (getattr(self, name) or 0.0) < 0.0:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must not be negative")
+        if self.epochs is not None and self.epochs <= 0.0:
+            raise ValueError(f"train.epochs is {self.epochs}; it must be above 0")
+        if not 0.0 < self.layer_decay <= 1.0:
+            raise ValueError(f"train.layer_decay is {self.layer_decay}; it must be above 0 and at most 1")
+        if any(factor < 0.0 for factor in (self.lr_factors or {}).values()):
+            raise ValueError(f"train.lr_factors is {self.lr_factors}; no factor may be negative")
+        if isinstance(self.class_weights, str) and self.class_weights != "balanced":
+            raise ValueError(f"train.class_weights is {self.class_weights!r}; expected 'balanced' or a list of numbers")
+        if isinstance(self.class_weights, tuple) and min(self.class_weights, default=0.0) <= 0.0:
+            raise ValueError(f"train.class_weights is {list(self.class_weights)}; every weight must be above 0")
         for name in ("ema", "label_smoothing", "momentum"):
             if getattr(self, name) >= 1.0:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; it must be below 1")
@@ -97,23 +115,70 @@ class TrainSettings:
                 "an average needs that many checkpoints kept: raise train.keep"
             )
 
+    @property
+    def warmup_steps(self) -> int:
+        return int(self.warmup) if self.warmup >= 1 else round(self.warmup * self.steps)
+
+    @property
+    def judge(self) -> str:
+        """The metric that decides what is best; "accuracy" says valid_accuracy."""
+        short = ("loss", "perplexity", "accuracy")
+        return f"valid_{self.best}" if self.best in short else self.best or self.metric
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.best is not None or self.patience > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """An adapter beside the frozen weights; the words are those of `sublayer.lora.add`."""
+
+    rank: int = 8
+    alpha: float | None = None  # None: twice the rank
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None  # None: every projection of attention and feed-forward networks
+    rslora: bool = False
+    dora: bool = False
+    train_also: tuple[str, ...] = ()  # modules trained whole beside it; a new head is among them by itself
+    bits: int | None = None  # 4 or 8: the frozen projections are held in as many (QLoRA)
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"lora.rank is {self.rank}; it must be at least 1; to train all weights, use --full")
+        if self.alpha is not None and self.alpha <= 0.0:
+            raise ValueError(f"lora.alpha is {self.alpha}; it must be above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"lora.dropout is {self.dropout}; it must be from 0 to below 1")
+        if self.bits not in (None, 4, 8):
+            raise ValueError(f"lora.bits is {self.bits}; weights can be held in 4 bits or in 8")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    model: dict[str, Any] = field(default_factory=dict)  # "preset", and fields of ModelConfig that differ from it
+    # "preset", or "path" of a model to go on from, and fields of ModelConfig that differ from it.
+    model: dict[str, Any] = field(default_factory=dict)
     data: DataSettings = field(default_factory=DataSettings)
     tokenizer: TokenizerSettings = field(default_factory=TokenizerSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    lora: LoraSettings | None = None
 
     def to_toml(self) -> str:
         """The recipe as it was resolved: every key with its value. TOML has no word for None: we write "none"."""
         parts = []
-        for section in ("model", "data", "tokenizer", "train"):
+        for section in SECTIONS:
             values = getattr(self, section)
+            if values is None:
+                continue
             values = values if isinstance(values, dict) else dataclasses.asdict(values)
             lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
             parts.append("\n".join([f"[{section}]", *lines]))
         return "\n\n".join(parts) + "\n"
+
+
+SECTIONS: dict[str, type] = {
+    "model": dict, "lora": LoraSettings, "data": DataSettings, "tokenizer": TokenizerSettings, "train": TrainSettings,
+}  # fmt: skip
 
 
 def find_recipe(name: str) -> Path:
@@ -130,38 +195,45 @@ def find_recipe(name: str) -> Path:
 
 def load_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     """A recipe file, with key=value pairs such as `train.steps=1000` put over it."""
+    return make_recipe(change(read_values(path), changes, str(path)), str(path))
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The sections of a recipe file, as they stand there."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}") from None
-    for change in changes:
-        key, equals, text = change.partition("=")
+
+
+def change(values: dict[str, Any], changes: Sequence[str], where: str) -> dict[str, Any]:
+    """The sections of a recipe with key=value pairs put over them."""
+    for pair in changes:
+        key, equals, text = pair.partition("=")
         section, dot, name = key.strip().partition(".")
         if not equals or not dot:
-            raise ValueError(f"{change!r} is no setting; expected section.key=value, such as train.steps=1000")
+            raise ValueError(f"{pair!r} is no setting; expected section.key=value, such as train.steps=1000")
         if not isinstance(values.setdefault(section, {}), dict):
-            raise ValueError(f"{path}: {section} must be a section, [{section}]")
+            raise ValueError(f"{where}: {section} must be a section, [{section}]")
         values[section][name] = _value(text)
-    return make_recipe(values, str(path))
+    return values
 
 
 def make_recipe(values: dict[str, Any], where: str) -> Recipe:
-    sections = [spec.name for spec in dataclasses.fields(Recipe)]
     made: dict[str, Any] = {}
     for section, content in values.items():
-        if section not in sections:
-            raise ValueError(f"{where}: {unknown('section', section, sections)}")
+        if section not in SECTIONS:
+            raise ValueError(f"{where}: {unknown('section', section, list(SECTIONS))}")
         if not isinstance(content, dict):
             raise ValueError(f"{where}: {section} must be a section, [{section}]")
         if section == "model":
-            known = ["preset", *(spec.name for spec in dataclasses.fields(ModelConfig))]
+            known = ["preset", "path", *(spec.name for spec in dataclasses.fields(ModelConfig))]
             for key in content:
                 if key not in known:
                     raise ValueError(f"{where}: {unknown('key of [model]', key, known)}")
             made[section] = content
         else:
-            cls = {"data": DataSettings, "tokenizer": TokenizerSettings, "train": TrainSettings}[section]
-            made[section] = _settings(cls, section, content, where)
+            made[section] = _settings(SECTIONS[section], section, content, where)
     return Recipe(**made)
 
 
@@ -186,6 +258,8 @@ def _fit(value: Any, hint: Any, name: str) -> Any:
             return float(value)
         if option is int and isinstance(value, float) and value.is_integer():
             return int(value)
+        if typing.get_origin(option) is dict and isinstance(value, dict):
+            return {key: _fit(item, typing.get_args(option)[1], f"{name}.{key}") for key, item in value.items()}
         if type(value) is option is not float:
             return value
     expected = " or ".join("list" if typing.get_origin(o) is tuple else o.__name__ for o in options)
@@ -200,6 +274,10 @@ def _value(text: str) -> Any:
         return {"True": True, "False": False}.get(text, text)
 
 
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[\w-]+", key, re.ASCII) else json.dumps(key, ensure_ascii=False)
+
+
 def _toml(value: Any) -> str:
     if value is None:
         return '"none"'
@@ -208,5 +286,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {_toml(item)}' for key, item in value.items() if item is not None)} }}"
+        pairs = (f"{_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None)
+        return f"{{ {', '.join(pairs)} }}"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)

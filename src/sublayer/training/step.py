@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,15 +19,31 @@ from .loss import correct, linear_cross_entropy
 class BatchLoss(nn.Module):
     """The summed loss of a batch. A module of its own, so that what wraps a model for many processes sees one call."""
 
-    def __init__(self, model: Model, smoothing: float = 0.0, chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        smoothing: float = 0.0,
+        chunk: int | None = None,
+        class_weights: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
         self.model, self.smoothing, self.chunk = model, smoothing, chunk
+        self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=model.device)
+
+    def share(self, batch: Batch) -> float:
+        """What the loss of a batch is divided by for a mean: its targets, each with the weight of its class."""
+        if self.class_weights is None or not batch.targets:
+            return batch.targets
+        labels = batch.labels.flatten()
+        labels = labels if batch.places is None else labels[batch.places]
+        return float(self.class_weights.cpu()[labels[labels >= 0]].sum(dtype=torch.float64))
 
     def forward(self, batch: Batch, count: bool = False) -> tuple[Tensor, Tensor]:
         """The sum of losses, and, if `count`, how many answers were right."""
         model, head = self.model, self.model.head
         arguments = model_arguments(batch, model)
-        features = model.features(**arguments)  # type: ignore[operator]
+        pooled = {"first": True} if isinstance(head, SequenceClassifier) else {}  # it reads nothing else
+        features = model.features(**arguments, **pooled)  # type: ignore[operator]
         labels = batch.labels
         nothing = torch.zeros((), dtype=torch.long, device=labels.device)
         if isinstance(head, LanguageModel | MaskedLanguageModel):
@@ -34,7 +51,7 @@ class BatchLoss(nn.Module):
             hidden = head.hidden(features)
             if head.logits.scale != 1.0:
                 hidden = hidden * head.logits.scale
-            weight, bias = head.logits.weight, head.logits.bias
+            weight, bias = head.logits.matrix()
             loss = linear_cross_entropy(
                 hidden, weight, bias, labels, smoothing=self.smoothing, chunk=self.chunk, ignored=bool(batch.rows)
             )
@@ -53,8 +70,11 @@ class BatchLoss(nn.Module):
             logits = head(features)
         else:
             assert isinstance(head, SequenceClassifier)
-            logits = head(features, arguments.get("mask"), arguments.get("packing"))
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=self.smoothing)
+            mask = None if features.size(1) == 1 else arguments.get("mask")
+            logits = head(features, mask, arguments.get("packing"))
+        loss = F.cross_entropy(
+            logits.float(), labels, self.class_weights, reduction="sum", label_smoothing=self.smoothing
+        )
         return loss, logits.argmax(-1).eq(labels).sum() if count else nothing
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from .journal import Journal, Metrics, State, listening
 from .optimizer import load_state_tensors, make_optimizer, set_learning_rate, state_tensors
 from .recipe import TrainSettings
 from .schedule import learning_rate
+from .select import learning_rate_factors
 from .step import BatchLoss
 
 REPORT_EVERY = 30.0  # seconds
@@ -46,6 +47,7 @@ class Trainer:
         evaluate: Callable[[Model, int], Metrics] | None = None,
         report: Callable[[str], None] | None = None,
         world: World | None = None,
+        class_weights: Sequence[float] | None = None,
         quiet: bool = False,
     ) -> None:
         self.model, self.loader, self.settings, self.folder = model, loader, settings, folder
@@ -62,11 +64,13 @@ class Trainer:
         if settings.compile:
             for block in blocks(model):  # all layers share what is compiled for one, which is ready in seconds
                 block.compile(dynamic=False if loader.row_count else None)
-        loss = BatchLoss(model, settings.label_smoothing, settings.loss_chunk)
+        loss = BatchLoss(model, settings.label_smoothing, settings.loss_chunk, class_weights)
+        self.share = loss.share
         self.loss = self.world.wrap(loss)
         self.optimizer = make_optimizer(
             model, settings.optimizer, lr=1.0, betas=(settings.betas[0], settings.betas[1]), eps=settings.eps,
             weight_decay=settings.weight_decay, momentum=settings.momentum,
+            factors=learning_rate_factors(model, settings.layer_decay, settings.lr_factors),
         )  # fmt: skip
         self.parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.average = [parameter.detach().clone() for parameter in self.parameters] if settings.ema else []
@@ -84,6 +88,9 @@ class Trainer:
         reported = -math.inf
         with journal.progress, listening(self._heard):
             journal.start(state)
+            first = settings.eval_first and not state.step and not self.world.sharded  # FSDP begins with a step
+            if self.evaluate is not None and first:
+                self._evaluate()
             for step in ahead(self.loader.steps(state.epoch, state.index)):
                 if state.step >= settings.steps or state.done or self.stopped_by:
                     break
@@ -124,8 +131,9 @@ class Trainer:
     def learn(self, step: Step) -> None:
         """One update from the batches of one step, over all processes."""
         settings, world = self.settings, self.world
-        own = sum(batch.targets for batch in step.batches)
-        targets, stop = world.sum(own, self.asked_by is not None)
+        own = sum(self.share(batch) for batch in step.batches)
+        count = sum(batch.targets for batch in step.batches)
+        share, targets, stop = world.sum(own, count, self.asked_by is not None)
         if stop:  # every process leaves at the same step
             self.stopped_by = self.asked_by or "a signal to another process"
         set_learning_rate(self.optimizer, self._learning_rate(self.state.step + 1))
@@ -137,7 +145,7 @@ class Trainer:
                 with trusting(), torch.autocast(self.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
                     loss, _ = self.loss(batch)
                 # Gradients are averaged over processes, and a step's loss is divided by all its targets at once.
-                (loss * (batch.weight * world.size / max(targets, 1.0))).backward()
+                (loss * (batch.weight * world.size / (share or 1.0))).backward()
             total += loss.detach() * batch.weight
             self.journal.count(batch)
         self.state.tokens += int(targets)
@@ -176,8 +184,9 @@ class Trainer:
     def _learning_rate(self, step: int) -> float:
         settings = self.settings
         return learning_rate(
-            step, schedule=settings.schedule, peak=settings.lr or None, steps=settings.steps, warmup=settings.warmup,
-            final=settings.final_lr, decay=settings.decay, d_model=self.model.config.d_model,
+            step, schedule=settings.schedule, peak=settings.lr or None, steps=settings.steps,
+            warmup=settings.warmup_steps, final=settings.final_lr, decay=settings.decay,
+            d_model=self.model.config.d_model,
         )  # fmt: skip
 
     def _answer_for_bad(self, step: int) -> None:
@@ -214,14 +223,15 @@ class Trainer:
     def _judge(self, metrics: Metrics) -> None:
         """Is it the best so far? If not for `patience` evaluations, the run is done."""
         settings, state = self.settings, self.state
-        if settings.metric not in metrics:
+        if settings.judge not in metrics:
             known = ", ".join(metrics)
-            raise ValueError(f"train.metric is {settings.metric!r}, which is not among what was measured: {known}")
-        value = metrics[settings.metric]
-        sign = 1.0 if settings.metric in ("valid_loss", "valid_perplexity") else -1.0
+            key = "metric" if settings.best is None else "best"
+            raise ValueError(f"train.{key} is {settings.judge!r}, which is not among what was measured: {known}")
+        value = metrics[settings.judge]
+        sign = 1.0 if settings.judge in ("valid_loss", "valid_perplexity") else -1.0
         if state.best is None or sign * value < sign * state.best:
             state.best, state.worse = value, 0
-            if settings.patience and not self.world.sharded:
+            if settings.keeps_best and not self.world.sharded:
                 if self.world.main:
                     self.save_model(self.model, self.folder / "best")
                 self.world.wait()
@@ -231,7 +241,7 @@ class Trainer:
             state.done = True
             self.journal.say(
                 self.state,
-                f"step {state.step}: {settings.metric} was better {state.worse} evaluations ago; stopped early",
+                f"step {state.step}: {settings.judge} was better {state.worse} evaluations ago; stopped early",
             )
 
     # Saving and going on
