@@ -19,7 +19,6 @@ from torch import Tensor
 from ..config import ModelConfig
 from .layout import Layout, may_look
 
-
 Index = tuple[Tensor | slice, Tensor | slice]  # rows and slots
 
 
