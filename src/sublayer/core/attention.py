@@ -46,8 +46,9 @@ class Attention(nn.Module):
         together = query.size(0) // key.size(0) if isinstance(cache, CrossEntry) else 1
         if together > 1:  # several rows look at one source: they are its queries
             query = query.unflatten(0, (-1, together)).flatten(1, 2)
+        query = query.to(key.dtype)  # a cache may be of another
         out = self.kernel(query, key, value, mask or Mask(), scale=self.scale, dropout=dropout)
-        return self.output(out.reshape(*x.shape[:-1], -1))
+        return self.output(out.reshape(*x.shape[:-1], -1).to(x.dtype))
 
     def _key_value(
         self, source: Tensor, rotary: tuple[Tensor, Tensor] | None, cache: Entry | CrossEntry | None

@@ -35,7 +35,7 @@ class Entry:
         """Store the new keys and values (B, T, K, E); give back those so far (B, reach, K, E)."""
         self.keys[self.slots] = key.to(self.keys.dtype)
         self.values[self.slots] = value.to(self.values.dtype)
-        return self.keys[:, : self.reach].to(key.dtype), self.values[:, : self.reach].to(value.dtype)
+        return self.keys[:, : self.reach], self.values[:, : self.reach]
 
 
 @dataclass
@@ -44,10 +44,11 @@ class CrossEntry:
 
     key: Tensor | None = None
     value: Tensor | None = None
+    dtype: torch.dtype | None = None
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        self.key, self.value = key, value
-        return key, value
+        self.key, self.value = key.to(self.dtype), value.to(self.dtype)
+        return self.key, self.value
 
     def read(self) -> tuple[Tensor, Tensor]:
         assert self.key is not None and self.value is not None
@@ -79,8 +80,9 @@ class Cache:
         shapes = [(batch, self.size(window) + 1, config.kv_heads, config.head_size) for window in self.windows]
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
-        self.cross = [CrossEntry() for _ in shapes]
+        self.cross = [CrossEntry(dtype=dtype) for _ in shapes]
         self.memory: Layout | None = None
+        self.parted: Tensor | None = None  # (B, B), on the CPU: the first slot in which two rows may differ
 
     def size(self, window: int | None) -> int:
         """Slots of a layer that looks this far."""
@@ -152,18 +154,28 @@ class Cache:
         out.lengths = self.lengths.repeat_interleave(times)
         out.keys = [keys.repeat_interleave(times, 0) for keys in self.keys]
         out.values = [values.repeat_interleave(times, 0) for values in self.values]
+        family = torch.arange(len(out.lengths), device="cpu") // times
+        out.parted = torch.where(family == family[:, None], out.lengths.cpu(), 0)
         return out
 
     def reorder(self, parents: Tensor) -> None:
-        """Row r becomes a copy of row parents[r]. Only rows that change are copied, and of them only what is filled."""
-        changed = (parents != torch.arange(len(parents), device=parents.device)).nonzero().squeeze(1)
+        """Row r becomes a copy of row parents[r]. Only rows that change are copied, and of them only what differs."""
+        order, rows = parents.cpu(), torch.arange(len(parents), device="cpu")
+        changed = (order != rows).nonzero().squeeze(1)
+        filled, start = int(self.lengths.max()), 0
+        if self.parted is not None:
+            start = int(self.parted[changed, order[changed]].min()) if len(changed) else filled
+            self.parted = self.parted[order][:, order]
+            twins = (order == order[:, None]) & (rows != rows[:, None])
+            self.parted = torch.where(twins, self.lengths.cpu()[order], self.parted)
+        self.lengths.copy_(self.lengths[parents])
         if not len(changed):
             return
-        origin, filled = parents[changed], int(self.lengths.max())
-        self.lengths.copy_(self.lengths[parents])
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                tensor[changed, :filled] = tensor[origin, :filled]
+        origin, changed = (index.to(parents.device) for index in (order[changed], changed))
+        for tensor in (*self.keys, *self.values):
+            # A slot that is used again and again stands for no place of its own.
+            part = slice(start if tensor.size(1) > self.capacity else 0, filled)
+            tensor[changed, part] = tensor[origin, part]
 
     def rows(self, start: int, stop: int, capacity: int | None = None) -> Cache:
         """Some rows as a cache of their own, in this one's memory: what a step writes there, it writes here.
@@ -192,7 +204,8 @@ class Cache:
         """Forget all rows and the source."""
         filled = int(self.lengths.max())
         self.lengths.zero_()
-        self.cross, self.memory = [CrossEntry() for _ in self.cross], None
+        self.cross, self.memory = [CrossEntry(dtype=entry.dtype) for entry in self.cross], None
+        self.parted = None
         for tensor in (*self.keys, *self.values):
             tensor[:, :filled] = 0
 

@@ -15,7 +15,7 @@ from ..models import Decoder, EncoderDecoder, Model
 
 PIECE = 1024  # tokens of a prompt that are read at once
 SHARED = 16  # a beginning this long, if all prompts have it, is read once for all
-GRAIN = 256  # room is made in multiples of this, so that the next call finds enough
+GRAIN = 64  # room is made in multiples of this, so that the next call finds enough
 
 _spare: WeakKeyDictionary[Model, Cache] = WeakKeyDictionary()  # the cache of the last call, for the next
 
@@ -68,8 +68,8 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the memory for the next call, unless it is more than the model itself takes."""
-        self._whole.reset()
         if self._whole.bytes <= sum(parameter.nbytes for parameter in self.model.parameters()):
+            self._whole.reset()
             _spare[self.model] = self._whole
 
     def _read(self, model: Decoder) -> Tensor:
@@ -106,7 +106,7 @@ def start_of(config: ModelConfig, start_id: int | None) -> int:
 def _borrow(model: Model, batch: int, capacity: int) -> Cache:
     """The cache that the last call left, if it is large enough, or a new one."""
     cache = _spare.pop(model, None)
-    if cache is not None and cache.serves(batch, capacity, model.device, model.dtype):
+    if cache is not None and cache.serves(batch, capacity, model.device, model.cache_dtype):
         return cache
     config, roomy = model.config, -(-capacity // GRAIN) * GRAIN
     scaling = config.rotary_scaling

@@ -10,6 +10,7 @@ from torch import nn
 from ..config import ModelConfig
 from ..core.cache import Cache
 from ..core.heads import LanguageModel, MaskedLanguageModel, make_head
+from ..core.kernels import HALF
 from ..core.quantized import Quantized
 
 
@@ -51,4 +52,9 @@ class Model(nn.Module):
         """
         if self.config.shape == "encoder":
             raise ValueError("an encoder sees all tokens at once and keeps no cache")
-        return Cache(self.config, batch, capacity, chunk=chunk, device=self.device, dtype=self.dtype)
+        return Cache(self.config, batch, capacity, chunk=chunk, device=self.device, dtype=self.cache_dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """On a CPU attention is several times as fast in float32 as in anything less, and a cache is kept in that."""
+        return torch.float32 if self.device.type == "cpu" and self.dtype in HALF else self.dtype

@@ -336,7 +336,7 @@ def make_engine(name: str, lm: LM, limits: Limits, metrics: Metrics | None = Non
 
 def _cache_bytes(engine: SlotEngine) -> int:
     config, model = engine.lm.config, engine.lm.model
-    token = 2 * config.num_decoder_layers * config.kv_heads * config.head_size * model.dtype.itemsize
+    token = 2 * config.num_decoder_layers * config.kv_heads * config.head_size * model.cache_dtype.itemsize
     return token * engine.limits.max_batch * (engine.held + 1)  # one more for padding
 
 

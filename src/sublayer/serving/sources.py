@@ -18,7 +18,7 @@ from .slots import GRAIN, Row, SlotRow, Slots, answering
 class SourceSlots(Slots):
     def __init__(self, lm: LM, rows: int, capacity: int, chunk: int = 256) -> None:
         super().__init__(lm, rows, capacity, chunk)
-        config, device, dtype = lm.config, lm.model.device, lm.model.dtype
+        config, device, dtype = lm.config, lm.model.device, lm.model.cache_dtype
         start_of(config, None)  # that there is none is said before anyone asks
         shape = (rows, capacity, config.kv_heads, config.head_size)
         layers = range(config.num_decoder_layers)
