@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sublayer
+from sublayer.generation import sampling
 from sublayer.generation import session as sessions
 from sublayer.generation.generate import make_options
 from sublayer.generation.session import Session
@@ -183,3 +184,30 @@ def _chances(model, ids: torch.Tensor, said: list[int], options: dict) -> torch.
         logits = model(ids, torch.cat([torch.tensor([[model.config.start_id]]), new], 1))[0, -1]
     best = logits.topk(options["top_k"])
     return torch.zeros(12).scatter(0, best.indices, (best.values / options["temperature"]).softmax(-1))
+
+
+def test_draws_hardly_depend_on_rounding():
+    """What a batch of another size changes in the logits, in its last digits, changes next to no draw."""
+    torch.manual_seed(0)
+    logits = torch.randn(400, 50_000) * 2
+    noisy = logits * (1 + 1e-6 * torch.randn_like(logits))
+    drawn = [
+        sampling.draw(scores, [torch.Generator().manual_seed(seed) for seed in range(400)])
+        for scores in (logits, noisy)
+    ]
+    assert torch.equal(*drawn)
+
+
+@given(st.integers(0, 2**62 - 1), st.lists(st.integers(0, 200_000), min_size=1, max_size=5, unique=True))
+def test_numbers_are_those_of_splitmix64(key, ids):
+    """Written down with whole numbers that do not overflow."""
+
+    def expected(number: int) -> float:
+        bits = (key + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+        bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ bits >> 27) * 0x94D049BB133111EB % 2**64
+        return (((bits ^ bits >> 31) >> 12) + 0.5) / 2**52
+
+    found = sampling._uniform(torch.tensor([[key]]), torch.tensor(ids))
+    assert found[0].tolist() == [expected(number) for number in ids]
+    assert (found > 0).all() and (found < 1).all()

@@ -84,11 +84,28 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def draw(logits: Tensor, generators: Sequence[Generator]) -> Tensor:
-    """(B,) ids; each row draws from its own generator, so its answer does not depend on the rows beside it."""
-    points = torch.stack(
-        [torch.rand((), generator=generator, device="cpu", dtype=torch.float64) for generator in generators]
-    )
-    cumulative = logits.double().softmax(-1).cumsum(-1)
-    points = points.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
-    ids = torch.searchsorted(cumulative, points, right=True).squeeze(-1)
-    return ids.clamp(max=logits.size(-1) - 1)
+    """(B,) ids; each row draws from its own generator, so its answer does not depend on the rows beside it.
+
+    The token with the least −log u / p wins, which is each with its probability p. Every token has a u of its own, so
+    another rounding of p, as in a batch of another size, changes the winner only where two were that close. One number
+    looked up in the sums of all p would be at some boundary far more often.
+    """
+    keys = [torch.randint(2**62, (), generator=generator, device="cpu") for generator in generators]
+    ids = torch.arange(logits.size(-1), device=logits.device)
+    if logits.device.type == "cpu":  # look only at tokens that are left in some row; a GPU would have to wait for that
+        ids = (logits > -torch.inf).any(0).nonzero().squeeze(1)
+    waits = -_uniform(torch.stack(keys).to(ids)[:, None], ids).log()
+    return ids[(waits / logits[:, ids].double().softmax(-1)).argmin(-1)]
+
+
+def _uniform(keys: Tensor, ids: Tensor) -> Tensor:
+    """A number between 0 and 1 for each key and id: splitmix64 (Steele et al. 2014), of which 52 bits are taken."""
+    bits = keys + (ids + 1) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        bits = (bits ^ _shifted(bits, shift)) * factor
+    return (_shifted(bits ^ _shifted(bits, 31), 12).double() + 0.5) / 2**52
+
+
+def _shifted(bits: Tensor, count: int) -> Tensor:
+    """To the right, with zeros coming in: torch's own shift repeats the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
