@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import hypothesis
 import pytest
@@ -30,3 +31,36 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("sublayer.training.journal.matrix_rate", lambda device, dtype: 1e10)
     with torch.device("cpu"):
         yield
+
+
+@pytest.fixture
+def quiet():
+    """What other libraries warn of is not ours to mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# A server with a small model of each kind, for the tests that talk to it; other tests do not load its libraries.
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    from support_serving import save_all
+
+    return save_all(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def server(folders):
+    from sublayer.serving import Limits
+    from support_serving import Running
+
+    out = Running([*map(str, folders.values())], limits=Limits(max_batch=6, queue=20, chunk=16))
+    yield out
+    out.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return server.client()

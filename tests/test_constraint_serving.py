@@ -19,7 +19,7 @@ from sublayer.cli import main
 from sublayer.lm import LM
 from sublayer.serving import Limits
 from support_constraint import lm_of
-from support_serving import Running, save_all
+from support_serving import Running
 
 SCHEMA = {
     "type": "object",
@@ -37,21 +37,11 @@ class Place(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> Any:
-    return save_all(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
 def server(folders: Any) -> Iterator[Running]:
     models = [str(folders[name]) for name in ("tiny", "pairs", "endless")]
     out = Running(models, limits=Limits(max_batch=6, queue=40, chunk=16))
     yield out
     out.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return server.client()
 
 
 @pytest.fixture(scope="module")

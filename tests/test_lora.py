@@ -6,7 +6,6 @@ import copy
 import json
 import pathlib
 import re
-import warnings
 from typing import Any
 
 import peft
@@ -71,11 +70,7 @@ EXACT = ("gpt2", "bart", "bert", "mlm", "body", "roberta", "distilbert")
 KINDS = {"plain": {}, "rslora": {"use_rslora": True}, "dora": {"use_dora": True}}
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Pair:

@@ -8,7 +8,6 @@ import gc
 import math
 import pathlib
 import sys
-import warnings
 import weakref
 from typing import Any
 
@@ -61,11 +60,7 @@ WHOLE = {"llama": ["lm_head"], "gpt2": ["lm_head"], "t5": ["lm_head", "wo"], "be
 BITS = pytest.mark.parametrize("bits", [4, 8])
 
 
-@pytest.fixture(autouse=True)
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Pair:

@@ -6,7 +6,6 @@ import base64
 import json
 import socket
 import struct
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,7 @@ import torch
 import sublayer
 from sublayer.lm import LM
 from sublayer.serving import Limits, named, serve
-from support_serving import PROMPTS, Running, save_all
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> dict[str, Path]:
-    return save_all(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def server(folders: dict[str, Path]) -> Iterator[Running]:
-    out = Running([*map(str, folders.values())], limits=Limits(max_batch=6, queue=20, chunk=16))
-    yield out
-    out.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return server.client()
+from support_serving import PROMPTS, Running
 
 
 @pytest.fixture(scope="module")

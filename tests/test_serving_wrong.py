@@ -16,25 +16,7 @@ import pytest
 from benchmarks.load import KINDS, Process, fuzz, run
 
 from sublayer.serving import Limits
-from support_serving import Running, save_all
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: Any) -> dict[str, Path]:
-    return save_all(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def server(folders: dict[str, Path]) -> Iterator[Running]:
-    out = Running([*map(str, folders.values())], limits=Limits(max_batch=6, queue=20, chunk=16))
-    yield out
-    out.stop()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
-    return server.client()
-
+from support_serving import Running
 
 GOOD = {"model": "tiny", "prompt": "a", "max_tokens": 1}
 WRONG: list[tuple[dict[str, Any], str]] = [
