@@ -30,6 +30,11 @@ CAUSAL_FAMILIES = tuple(name for name in TEXT_FAMILIES if name != "bert-base")
 VOCAB = 61
 
 
+def seeded(seed: int) -> torch.Generator:
+    """A generator where the tests run."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def small(name: str, **changes: Any) -> ModelConfig:
     """A preset with all its choices and none of its size. Dropout is off, so that a pass is a function."""
     config = sublayer.preset(name)

@@ -10,6 +10,8 @@ from tests.support import CAUSAL_FAMILIES, FAMILIES, TEXT_FAMILIES, example, mod
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from sublayer import Packing
+from sublayer.core.layout import trusting
+from sublayer.generation.replay import compile_blocks, mark_lengths
 
 # The tracer is what breaks graphs; the code generator behind it is tried by the slow test and on a GPU.
 BACKEND = os.environ.get("SUBLAYER_TEST_BACKEND", "aot_eager")
@@ -79,3 +81,29 @@ def test_generated_code(name):
     check_training(name, "inductor")
     torch._dynamo.reset()
     check_decoding(name, "inductor")
+
+
+@pytest.mark.parametrize("name", CAUSAL_FAMILIES)
+def test_blocks_are_compiled_once_for_all_layers_and_lengths(name):
+    """As a GPU generates: what a step depends on is in tensors, and nobody looks at them."""
+    model = model_of(small(name, num_decoder_layers=3))
+    ids = random_ids(2, 12)
+    source = (random_ids(2, 5),) if model.config.shape == "encoder-decoder" else ()
+    expected = model(*source, ids)
+    counter = CompileCounterWithBackend(BACKEND)
+    run = compile_blocks(counter)
+
+    def one_token(block, x, *inputs):
+        mark_lengths(*inputs)
+        return run(block, x, *inputs)
+
+    for capacity in (12, 20, 33):
+        cache = model.make_cache(2, capacity)
+        with torch.inference_mode(), trusting():
+            parts = [model(*source, ids[:, :4], cache=cache)]
+            model.decoder.one_token = one_token
+            later = (None,) if source else ()
+            parts += [model(*later, ids[:, place : place + 1], cache=cache) for place in range(4, 12)]
+            model.decoder.one_token = None
+        torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=2e-5)
+    assert counter.frame_count == 1

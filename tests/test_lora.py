@@ -22,7 +22,7 @@ from sublayer.data import Tokenizer
 from sublayer.models import Model
 from sublayer.training.distributed import whole
 from sublayer.training.trainer import recompute
-from support import example, model_of, small
+from support import example, model_of, seeded, small
 from test_hub import answer, inputs_of, reference
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 20}
@@ -92,7 +92,7 @@ class Pair:
 
 def stir(model: Any, seed: int = 0, amount: float = 0.1) -> None:
     """Make an adapter as if it had been trained: nothing in it is zero, or what the base has."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora" in name or "modules_to_save" in name:

@@ -27,7 +27,7 @@ from sublayer.core.layers import Linear
 from sublayer.core.quantized import Quantized, library, quantize_blocks
 from sublayer.lora.targets import Names
 from sublayer.training.trainer import Trainer, recompute
-from support import FAMILIES, example, model_of, small
+from support import FAMILIES, example, model_of, seeded, small
 from support_training import LABELLED, losses, write_rows
 from test_finetune import Killed, finetune, folder_of
 from test_hub import answer, inputs_of, reference
@@ -80,11 +80,11 @@ class Pair:
             asked = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
             asked |= {"bnb_4bit_compute_dtype": dtype}
         self.theirs = getattr(transformers, name).from_pretrained(
-            folder / "base", dtype=dtype, device_map="cpu", attn_implementation="eager",
+            folder / "base", dtype=dtype, device_map=str(torch.get_default_device()), attn_implementation="eager",
             quantization_config=transformers.BitsAndBytesConfig(**asked, llm_int8_skip_modules=WHOLE[case]),
         )  # fmt: skip
         self.ours = sublayer.load_model(folder / "base")
-        lora.quantize(self.ours, bits, double=double, skip=["wo"] if case == "t5" else ())
+        lora.quantize(self.ours, bits, double=double, compute_dtype=dtype, skip=["wo"] if case == "t5" else ())
         calm(self.theirs)
         calm(self.ours)
         self.keywords, self.inputs, _ = inputs_of(self.theirs, False)
@@ -134,7 +134,7 @@ def test_levels_are_quantiles_of_the_normal_distribution():
 def test_each_weight_is_the_nearest_level(rows, pairs, seed, size):
     """Of sixteen, times the largest of its block of 64; its own rounding is all that a second quantisation adds."""
     layer = Linear(2 * pairs, rows)
-    layer.weight.data = torch.randn(rows, 2 * pairs, generator=torch.Generator().manual_seed(seed)) * 10**size
+    layer.weight.data = torch.randn(rows, 2 * pairs, generator=seeded(seed)) * 10**size
     weight = layer.weight.detach().clone()
     once, twice = (held(layer, 4, double=double).weight.flatten() for double in (False, True))
     scales = torch.stack([block.abs().max() for block in weight.flatten().split(64)])
@@ -153,7 +153,7 @@ def test_each_weight_is_the_nearest_level(rows, pairs, seed, size):
 @settings(max_examples=40, deadline=None)
 def test_eight_bits_are_steps_of_the_largest_of_a_row(rows, columns, seed):
     layer = Linear(columns, rows)
-    layer.weight.data = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    layer.weight.data = torch.randn(rows, columns, generator=seeded(seed))
     weight = layer.weight.detach().clone()
     step = weight.abs().amax(1, keepdim=True) / 127
     out = held(layer, 8).weight
@@ -266,7 +266,7 @@ def test_in_bfloat16(bits, tmp_path):
 def test_equals_its_dense_twin(family, bits):
     """Logits and gradients of every family, with blocks computed twice as without."""
     model = model_of(small(family))
-    lora.quantize(model, bits)
+    lora.quantize(model, bits, compute_dtype=torch.float32)
     dense = twin(model)
     assert not coded(dense)
     inputs = example(model.config)
@@ -288,7 +288,7 @@ def test_equals_its_dense_twin(family, bits):
 def test_generates_as_its_dense_twin(family, bits):
     """Weights large enough to be packed for a CPU are packed in the twin, and not here."""
     model = model_of(small(family, d_model=256, d_ff=512))
-    lora.quantize(model, bits)
+    lora.quantize(model, bits, compute_dtype=torch.float32)
     dense, ids = twin(model), example(model.config)[0]
     for options in ({}, {"num_beams": 3}):
         found, expected = (sublayer.generate(one, ids, max_new_tokens=8, **options) for one in (model, dense))

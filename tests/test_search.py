@@ -14,6 +14,7 @@ import sublayer
 from sublayer.generation import sampling
 from sublayer.generation.beam import length_divisor
 from sublayer.generation.generate import make_options, search
+from support import seeded
 
 VOCAB, EOS, PAD = 33, 2, 32
 SIZES = dict(vocab_size=VOCAB, eos_token_id=EOS, pad_token_id=PAD, bos_token_id=1)
@@ -64,7 +65,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def prompts(name: str, rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of different lengths: decoders' padded on the left, sources on the right."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     lengths = [7, 3, 5, 1, 6][:rows]
     ids = torch.full((rows, max(lengths)), PAD)
     mask = torch.zeros_like(ids, dtype=torch.bool)

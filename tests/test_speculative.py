@@ -138,9 +138,9 @@ def test_memory_is_used_again():
     expected = sublayer.generate(model, short, max_new_tokens=8)
     sessions._spare.clear()
     sublayer.generate(model, long, max_new_tokens=20)
-    cache = sessions._spare[model]
+    cache = sessions._spare[model].cache
     assert torch.equal(sublayer.generate(model, short, max_new_tokens=8), expected)
-    assert sessions._spare[model] is cache
+    assert sessions._spare[model].cache is cache
     with torch.inference_mode(), Session(model, long, None, 4) as one, Session(model, long, None, 4) as other:
         assert one.cache.keys[0].data_ptr() != other.cache.keys[0].data_ptr()
         torch.testing.assert_close(one.logits, other.logits)
@@ -192,7 +192,7 @@ def test_draws_hardly_depend_on_rounding():
     logits = torch.randn(400, 50_000) * 2
     noisy = logits * (1 + 1e-6 * torch.randn_like(logits))
     drawn = [
-        sampling.draw(scores, [torch.Generator().manual_seed(seed) for seed in range(400)])
+        sampling.pick(scores, sampling.numbers([torch.Generator().manual_seed(seed) for seed in range(400)]))
         for scores in (logits, noisy)
     ]
     assert torch.equal(*drawn)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from hypothesis import given
-from tests.support import VOCAB, model_of, small
+from tests.support import VOCAB, model_of, seeded, small
 from tests.support_training import apart, losses, metrics, recipe_of, run_of, same, trainer_of, weights
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def parts_of(rows: int, width: int, classes: int, bias: bool, seed: int) -> tuple[list[Tensor | None], Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     shapes: list[tuple[int, ...] | None] = [(rows, width), (classes, width), (classes,) if bias else None]
     tensors = [None if s is None else torch.randn(s, generator=generator).requires_grad_() for s in shapes]
     return tensors, torch.randint(classes, (rows,), generator=generator)

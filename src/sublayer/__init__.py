@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .generation import generate as generate
     from .hub import load_model as load_model
     from .hub import save_model as save_model
+    from .inspection import plan as plan
     from .lm import load as load
     from .models import build as build
 
@@ -29,6 +30,7 @@ _LAZY = {
     "load": ".lm",
     "load_model": ".hub",
     "lora": ".lora",
+    "plan": ".inspection",
     "save_model": ".hub",
 }
 __all__ = ["ModelConfig", "RotaryScaling", "preset", "presets", *_LAZY]

@@ -38,14 +38,14 @@ def describe(recipe: Recipe, folder: Path, start: Start | None = None) -> int:
     print(f"data       {len(run.loader.items):,} examples, {run.store.info['tokens']:,} tokens")
     print(f"steps      {settings.steps:,} of {settings.batch_tokens:,} tokens: {settings.steps / per:.2f} epochs")
     print(f"weights    {in_bytes(fixed)} with gradients and {settings.optimizer}'s state", flush=True)
-    seconds, memory = _measure(run)
+    seconds, memory = measure(run)
     total = seconds * settings.steps
     print(f"memory     {in_bytes(memory)} at the peak, measured over three steps on {device_name(world)}")
     print(f"time       {duration(total)} for {settings.steps:,} steps, {seconds:.3f} s each, without evaluations")
     return 0
 
 
-def _measure(run: Run) -> tuple[float, float]:
+def measure(run: Run) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(dataclasses.replace(run, folder=Path(folder)), quiet=True)
         trainer.journal.start(trainer.state)

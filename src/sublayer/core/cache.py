@@ -29,13 +29,14 @@ class Entry:
     keys: Tensor  # (B, size + 1, K, E)
     values: Tensor
     slots: Index  # where the new tokens go
-    reach: int  # slots that are read
+    reach: int | None  # slots that are read; None: all but the spare one
 
     def write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values (B, T, K, E); give back those so far (B, reach, K, E)."""
+        """Store the new keys and values (B, T, K, E); give back those so far (B, S, K, E)."""
         self.keys[self.slots] = key.to(self.keys.dtype)
         self.values[self.slots] = value.to(self.values.dtype)
-        return self.keys[:, : self.reach], self.values[:, : self.reach]
+        reach = -1 if self.reach is None else self.reach
+        return self.keys[:, :reach], self.values[:, :reach]
 
 
 @dataclass
@@ -124,7 +125,10 @@ class Cache:
                 "make the cache as long as the prompt and the answer together"
             )
         sizes = {self.size(window) for window in self.windows}
-        targets = {size: (self._index(layout, size), self.reach(layout, size)) for size in sizes}
+        reaches = {size: self.reach(layout, size) for size in sizes}
+        targets = {
+            size: (self._index(layout, size), None if reaches[size] == size else reaches[size]) for size in sizes
+        }
         return [
             Entry(keys, values, *targets[self.size(window)])
             for keys, values, window in zip(self.keys, self.values, self.windows, strict=True)

@@ -65,10 +65,10 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float,
 
 
 def _fold(bias: Tensor | None, groups: int) -> Tensor | None:
-    """(B, H, 1, S) to (B, K, groups, S), as the queries were; what is the same for all heads stays as it is."""
-    if bias is None or bias.dim() < 4 or bias.size(1) == 1:
+    """(..., H, 1, S) to (..., K, groups, S), as the queries were; what is the same for all heads stays as it is."""
+    if bias is None or bias.dim() < 3 or bias.size(-3) == 1:
         return bias
-    return bias.reshape(bias.size(0), -1, groups, bias.size(-1))
+    return bias.reshape(*bias.shape[:-3], -1, groups, bias.size(-1))
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +19,7 @@ class Mask:
     bias: Tensor | None = None  # float, broadcasts to (B, H, T, S); added to the scores
     window: int | None = None
     packing: tuple[Packing, Packing] | None = None
-
-    @cached_property
-    def blind(self) -> Tensor | None:
-        """(B, 1, T, 1): the queries that may see nothing."""
-        return None if self.allowed is None else ~self.allowed.any(-1, keepdim=True)
+    blind: Tensor | None = None  # (B, 1, T, 1): queries that may see nothing, where kernels must be told
 
     def padded(self) -> Mask:
         """The mask of the same sequences on the padded grid, for kernels that know no packing."""
@@ -32,14 +27,20 @@ class Mask:
         queries, keys = self.packing
         places = torch.arange(max(queries.max_length, keys.max_length), device=keys.offsets.device)
         allowed = visible(places[: queries.max_length], places[: keys.max_length], keys.valid, self.causal, self.window)
-        return Mask(allowed=allowed, bias=self.bias)
+        return Mask(allowed=allowed, bias=self.bias, blind=_blind(allowed))
 
     def scores_bias(self, dtype: torch.dtype) -> Tensor | None:
         """`allowed` and `bias` as the one tensor a fused kernel takes."""
         if self.bias is None:
             return self.allowed
-        bias = self.bias.to(dtype)
-        return bias if self.allowed is None else bias.masked_fill(~self.allowed, -torch.inf)
+        return self.added(dtype).bias
+
+    def added(self, dtype: torch.dtype) -> Mask:
+        """The same, with all of it in `bias`. A GPU's kernels want it so, and would make it anew in every layer."""
+        if self.allowed is None:
+            return self if self.bias is None else replace(self, bias=self.bias.to(dtype))
+        bias = torch.zeros_like(self.allowed, dtype=dtype) if self.bias is None else self.bias.to(dtype)
+        return replace(self, allowed=None, bias=bias.masked_fill(~self.allowed, -torch.inf))
 
 
 def visible(
@@ -87,7 +88,8 @@ def self_mask(
     scores = None if bias is None else bias(queries, keys)
     if places is None and valid is None and scores is None and window is None:
         return Mask(causal=causal)
-    return Mask(allowed=visible(queries, keys, valid, causal, window), bias=scores)
+    allowed = visible(queries, keys, valid, causal, window)
+    return Mask(allowed=allowed, bias=scores, blind=_blind(allowed) if places is None else None)
 
 
 def row_mask(
@@ -117,4 +119,10 @@ def cross_mask(layout: Layout, memory: Layout) -> Mask:
         return Mask(packing=(layout.packing, memory.packing))
     if layout.packing is not None or memory.packing is not None:
         raise ValueError("source and target must both be packed, or neither")
-    return Mask(allowed=None if memory.valid is None else memory.valid[:, None, None, :])
+    allowed = None if memory.valid is None else memory.valid[:, None, None, :]
+    return Mask(allowed=allowed, blind=_blind(allowed))
+
+
+def _blind(allowed: Tensor | None) -> Tensor | None:
+    """In a cache a token finds itself at least. Elsewhere padding may see nothing, and one GPU kernel must be told."""
+    return None if allowed is None or not allowed.is_cuda else ~allowed.any(-1, keepdim=True)

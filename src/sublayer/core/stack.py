@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from .positions import Rotary, position_bias
 
 
 class Stack(nn.Module):
+    one_token: Callable[..., Tensor] | None = None  # a block compiled for one token a row, while a GPU generates
+
     def __init__(self, config: ModelConfig, side: str) -> None:
         super().__init__()
         self.causal = side == "decoder"
@@ -50,13 +53,18 @@ class Stack(nn.Module):
             for window, held in places.items()
         }
         memory_mask = None if memory_layout is None else cross_mask(layout, memory_layout)
+        if cache is not None and x.is_cuda:
+            masks = {window: mask.added(x.dtype) for window, mask in masks.items()}
+            memory_mask = None if memory_mask is None else memory_mask.added(x.dtype)
         entries = [None] * len(self.blocks) if cache is None else cache.entries(layout)
         crosses = [None] * len(self.blocks) if cache is None else cache.cross
+        run = self.one_token if cache is not None and inputs.size(-1) == 1 else None
         only = len(self.blocks) - 1 if first and self._can_answer_first(layout) else -1
         for number, (block, window, entry, cross) in enumerate(
             zip(self.blocks, self.windows, entries, crosses, strict=True)
         ):
-            x = block(x, layout.valid, masks[window], rotary, entry, memory, memory_mask, cross, number == only)
+            inner = (layout.valid, masks[window], rotary, entry, memory, memory_mask, cross, number == only)
+            x = block(x, *inner) if run is None else run(block, x, *inner)
         if cache is not None:
             cache.advance(layout)
         return self.final_norm(x, layout.valid)

@@ -94,8 +94,8 @@ class Writer:
         (self.folder / "meta.json").write_text(json.dumps(meta, ensure_ascii=False), encoding="utf-8")
 
 
-def cache_folder(given: str | None) -> Path:
-    """Where tokenised data is kept: as given, $SUBLAYER_CACHE, or the user's cache folder."""
+def cache_folder(given: str | None = None) -> Path:
+    """Where tokenised data and compiled code are kept: as given, $SUBLAYER_CACHE, or the user's cache folder."""
     if given or os.environ.get("SUBLAYER_CACHE"):
         return Path(given or os.environ["SUBLAYER_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sublayer"

@@ -14,6 +14,7 @@ from .beam import Beams, beam_search
 from .choose import Chooser
 from .options import Options, adjuster, ends_of, pad_of
 from .pack import packed
+from .replay import Recorder, compiled
 from .session import Session
 from .speculative import speculate
 
@@ -68,7 +69,7 @@ def make_options(**values: Any) -> Options:
 @torch.inference_mode()
 def search(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None = None) -> Beams:
     """The best answers by beam search, with their scores."""
-    with _evaluating(model), Session(model, ids, mask, options.max_new_tokens, options.start_id) as session:
+    with _evaluating(model, options), Session(model, ids, mask, options.max_new_tokens, options.start_id) as session:
         return beam_search(
             session, adjuster(model, session, options), beams=options.num_beams,
             max_new_tokens=options.max_new_tokens,
@@ -87,8 +88,8 @@ def stream(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None =
         return
     ends = torch.tensor(ends_of(model.config, options), device=ids.device, dtype=torch.long)
     pad = pad_of(model.config, options)
-    choose = Chooser(ids.size(0), options)
-    with _evaluating(model), Session(model, ids, mask, options.max_new_tokens, options.start_id) as session:
+    choose = Chooser(ids.size(0), options, Recorder())
+    with _evaluating(model, options), Session(model, ids, mask, options.max_new_tokens, options.start_id) as session:
         adjust = adjuster(model, session, options)
         logits, new = session.logits, torch.empty(ids.size(0), 0, dtype=torch.long, device=ids.device)
         finished = torch.zeros(ids.size(0), dtype=torch.bool, device=ids.device)
@@ -96,7 +97,7 @@ def stream(model: Model, ids: Tensor, options: Options, *, mask: Tensor | None =
             token = torch.where(finished, pad, choose(adjust(logits.float(), new)))
             yield token
             finished = finished | torch.isin(token, ends)
-            if count == options.max_new_tokens or bool(finished.all()):
+            if count == options.max_new_tokens or (len(ends) and bool(finished.all())):
                 return
             new = torch.cat([new, token[:, None]], 1)
             logits = session.step(token)
@@ -107,7 +108,7 @@ def _columns(model: Model, ids: Tensor, options: Options, mask: Tensor | None) -
     pad, ends = pad_of(model.config, options), ends_of(model.config, options)
     rows: list[list[int]] = [[] for _ in ids]
     given = 0
-    with _evaluating(model), _evaluating(options.draft or model):
+    with _evaluating(model, options), _evaluating(options.draft or model, options):
         for new in speculate(model, ids, mask, options):
             for row, more in zip(rows, new, strict=True):
                 row += more
@@ -120,12 +121,13 @@ def _columns(model: Model, ids: Tensor, options: Options, mask: Tensor | None) -
 
 
 @contextmanager
-def _evaluating(model: Model) -> Iterator[None]:
+def _evaluating(model: Model, options: Options) -> Iterator[None]:
     """No dropout in an answer."""
     was_training = model.training
     model.eval()
     try:
-        with packed(model, keep=not was_training):  # a model in training has other weights next time
+        keep = not was_training  # a model in training has other weights next time
+        with packed(model, keep=keep), compiled(model, options.compile):
             yield
     finally:
         model.train(was_training)

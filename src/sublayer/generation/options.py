@@ -54,6 +54,7 @@ class Options:
     draft: Model | None = None  # a smaller model of the same tokens, whose guesses the model judges
     lookup: bool = False  # guess what followed the same few tokens earlier in the text
     guesses: int = 5  # in one step
+    compile: bool = False  # on a GPU: the first answer waits for the compiler, those after it are faster
 
     def __post_init__(self) -> None:
         for name, fine, rule in (

@@ -83,18 +83,23 @@ def min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -torch.inf)
 
 
-def draw(logits: Tensor, generators: Sequence[Generator]) -> Tensor:
-    """(B,) ids; each row draws from its own generator, so its answer does not depend on the rows beside it.
+def numbers(generators: Sequence[Generator]) -> Tensor:
+    """(B,), on the CPU: what decides over the next token of each row. Each has a generator of its own, so that its
+    answer does not depend on the rows beside it."""
+    return torch.stack([torch.randint(2**62, (), generator=one, device="cpu") for one in generators])
+
+
+def pick(logits: Tensor, numbers: Tensor) -> Tensor:
+    """The tokens (B,) that these numbers (B,) stand for.
 
     The token with the least −log u / p wins, which is each with its probability p. Every token has a u of its own, so
     another rounding of p, as in a batch of another size, changes the winner only where two were that close. One number
     looked up in the sums of all p would be at some boundary far more often.
     """
-    keys = [torch.randint(2**62, (), generator=generator, device="cpu") for generator in generators]
     ids = torch.arange(logits.size(-1), device=logits.device)
     if logits.device.type == "cpu":  # look only at tokens that are left in some row; a GPU would have to wait for that
         ids = (logits > -torch.inf).any(0).nonzero().squeeze(1)
-    waits = -_uniform(torch.stack(keys).to(ids)[:, None], ids).log()
+    waits = -_uniform(numbers[:, None], ids).log()
     return ids[(waits / logits[:, ids].double().softmax(-1)).argmin(-1)]
 
 

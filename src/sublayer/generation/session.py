@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,12 +13,19 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..core.cache import Cache
 from ..models import Decoder, EncoderDecoder, Model
+from .replay import Recorder, likeness
 
 PIECE = 1024  # tokens of a prompt that are read at once
 SHARED = 16  # a beginning this long, if all prompts have it, is read once for all
 GRAIN = 64  # room is made in multiples of this, so that the next call finds enough
 
-_spare: WeakKeyDictionary[Model, Cache] = WeakKeyDictionary()  # the cache of the last call, for the next
+_spare: WeakKeyDictionary[Model, Spare] = WeakKeyDictionary()  # of the last call, for the next
+
+
+class Spare(NamedTuple):
+    cache: Cache
+    recorder: Recorder  # what was recorded in that memory
+    likeness: Hashable  # of the model, when it was
 
 
 class Session:
@@ -30,8 +38,12 @@ class Session:
         self.model = model
         batch = ids.size(0)
         read = ids.size(1) - 1 if isinstance(model, Decoder) else 0
-        self._whole = _borrow(model, batch, read + max_new_tokens)  # the last token is not fed back
-        self.cache = self._whole.rows(0, batch, read + max_new_tokens)
+        room = read + max_new_tokens  # the last token is not fed back
+        self._whole, self._recorder, self._likeness = _borrow(model, batch, room)
+        if ids.is_cuda:  # which can look at some more as well; calls of about one length then share what is recorded
+            room = min(-(-room // GRAIN) * GRAIN, self._whole.capacity)
+        self.cache = self._whole.rows(0, batch, room)
+        self._shape = batch, room
         if isinstance(model, Decoder):
             self.said, self.real = ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
             self.logits = model.head(self._read(model))
@@ -42,7 +54,10 @@ class Session:
             self.logits = model(ids, self.said, source_mask=mask, cache=self.cache)[:, -1]
 
     def step(self, token: Tensor) -> Tensor:
-        """The logits (B, V) after one more token (B,) in each row."""
+        """The logits (B, V) after one more token (B,) in each row; on a GPU, they are there until the next step."""
+        return self._recorder(self._shape, self._step, token)
+
+    def _step(self, token: Tensor) -> Tensor:
         return self.feed(token[:, None])[:, -1]
 
     def feed(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -55,7 +70,7 @@ class Session:
 
     def spread(self, times: int) -> None:
         """Each row several times over, next to each other; the source of an encoder-decoder stays as it is."""
-        self.cache = self.cache.spread(times)
+        self.cache, self._recorder = self.cache.spread(times), Recorder()
 
     def reorder(self, parents: Tensor) -> None:
         """Row r goes on from what row parents[r] has read."""
@@ -70,7 +85,7 @@ class Session:
         """Leave the memory for the next call, unless it is more than the model itself takes."""
         if self._whole.bytes <= sum(parameter.nbytes for parameter in self.model.parameters()):
             self._whole.reset()
-            _spare[self.model] = self._whole
+            _spare[self.model] = Spare(self._whole, self._recorder, self._likeness)
 
     def _read(self, model: Decoder) -> Tensor:
         """The features (B, D) of each prompt's last token."""
@@ -103,16 +118,19 @@ def start_of(config: ModelConfig, start_id: int | None) -> int:
     raise ValueError("the model's configuration has no start_id; give the id its decoder starts with")
 
 
-def _borrow(model: Model, batch: int, capacity: int) -> Cache:
+def _borrow(model: Model, batch: int, capacity: int) -> Spare:
     """The cache that the last call left, if it is large enough, or a new one."""
-    cache = _spare.pop(model, None)
-    if cache is not None and cache.serves(batch, capacity, model.device, model.cache_dtype):
-        return cache
+    spare = _spare.pop(model, None)
+    # A source is in memory of its own, and what was recorded with one is of no use for the next.
+    now = likeness(model) if model.device.type == "cuda" and isinstance(model, Decoder) else None
+    if spare is not None and spare.cache.serves(batch, capacity, model.device, model.cache_dtype):
+        same = now is not None and now == spare.likeness
+        return Spare(spare.cache, spare.recorder if same else Recorder(), now)
     config, roomy = model.config, -(-capacity // GRAIN) * GRAIN
     scaling = config.rotary_scaling
     whole = scaling is not None and scaling.kind == "dynamic"
     limit = max(capacity, config.max_positions)
-    return model.make_cache(batch, min(roomy, limit), None if whole else PIECE)
+    return Spare(model.make_cache(batch, min(roomy, limit), None if whole else PIECE), Recorder(), now)
 
 
 def _in_pieces(model: Decoder, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
