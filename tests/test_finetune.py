@@ -348,7 +348,7 @@ def test_only_the_assistant_is_learned_from(tmp_path: Path) -> None:
     """The loss of a step is the mean over the assistant's tokens of what a plain pass over the chat gives them."""
     data = write_rows(tmp_path / "data.jsonl", [{"messages": talk} for talk in TALKS])
     model = folder_of("decoder", tmp_path / "base", max_positions=400)
-    more = ["train.steps=1", "train.batch_tokens=2000", "data.max_length=300"]
+    more = ["train.steps=1", "train.batch_tokens=2000", "data.max_length=300", "train.dtype=float32"]
     for layout in ("padded", "packed"):
         assert finetune(model, data, tmp_path / layout, *more, f"data.layout={layout}") == 0
     lm = sublayer.load(model)
@@ -370,7 +370,8 @@ def test_only_the_assistant_is_learned_from(tmp_path: Path) -> None:
 def test_a_prompt_is_read_and_only_the_completion_learned(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data.jsonl", PROMPTS[:3])
     model = folder_of("gpt2", tmp_path / "base")
-    assert finetune(model, data, tmp_path / "run", "train.steps=1", "train.batch_tokens=2000") == 0
+    more = ["train.steps=1", "train.batch_tokens=2000", "train.dtype=float32"]
+    assert finetune(model, data, tmp_path / "run", *more) == 0
     lm = sublayer.load(model)
     total, count = 0.0, 0
     for row in PROMPTS[:3]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .data.columns import columns_of
 from .data.tasks import TASKS
 from .finetune_columns import choose
@@ -19,7 +21,7 @@ from .hub import load_model
 from .hub.download import resolve
 from .hub.tokenizer import load_tokenizer
 from .train import exit_code, train
-from .training.meter import peak_memory
+from .training.meter import peak_memory, usual_dtype
 from .training.progress import duration, in_bytes
 from .training.recipe import Recipe, change, make_recipe, read_values
 from .training.select import trainable
@@ -97,7 +99,7 @@ def plan(model: str, changes: Sequence[str], choices: Choices) -> tuple[Recipe, 
     method = "all weights learn" if recipe.lora is None else f"LoRA of rank {recipe.lora.rank}"
     if recipe.lora is not None and recipe.lora.bits is not None:
         method += f", beside weights in {recipe.lora.bits} bits"
-    return recipe, f"{chosen}; {method}"
+    return recipe, f"{chosen}; {method}; products in {recipe.train.dtype}"
 
 
 def _check_sections(values: dict[str, Any], where: str) -> None:
@@ -124,6 +126,7 @@ def _fill(values: dict[str, Any], data: dict[str, Any], settings: dict[str, Any]
     # The fused kernels of attention drop no weights, and those that do take twice the time.
     values["model"].setdefault("attention_dropout", 0.0)
     usual = USUAL | {"lr": RATES["full" if "lora" not in values else "lora"]}
+    usual["dtype"] = usual_dtype(torch.cuda.is_available() and settings.get("device") != "cpu")
     if "steps" in settings:
         usual.pop("epochs")
     if data["objective"] == "classify-image":

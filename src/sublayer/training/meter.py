@@ -122,6 +122,15 @@ def _reaches(stack: Stack, length: float) -> list[float]:
     return [length if width is None else min(length, width) for width in widths]
 
 
+def usual_dtype(on_gpu: bool) -> str:
+    """bfloat16 where the machine multiplies in it, which is up to twice as fast; elsewhere it would be slower."""
+    if on_gpu:
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if fast else "float32"
+
+
 def peak_memory(device: torch.device) -> float:
     """Bytes: the most a GPU has held for us, or the most this process has held in all."""
     if device.type == "cuda":
