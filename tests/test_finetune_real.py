@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.finetune import BATCH, LENGTH, RATES, fetch
+from benchmarks.finetune import BATCH, EPOCHS, LENGTH, RATES, fetch
 from benchmarks.finetune_text import UNSEEN, chats
 from tests.support_real import download
 from tests.support_training import write_rows
@@ -28,7 +28,7 @@ def news(tmp_path_factory: Any) -> tuple[Path, Path]:
 def test_a_sentence_encoder_learns_topics_of_news(method: str, news: tuple[Path, Path], tmp_path: Path) -> None:
     model, data = news
     settings = ["data.split=0.2", f"data.max_length={LENGTH}", f"train.batch_tokens={BATCH * LENGTH}"]
-    settings += [f"train.lr={RATES[method]}", "train.epochs=1", "train.save_every=none"]
+    settings += [f"train.lr={RATES[method]}", f"train.epochs={EPOCHS[method]}", "train.save_every=none"]
     choice = ["--full"] if method == "full" else []
     run = tmp_path / "run"
     assert main(["finetune", str(model), "--data", str(data), "--out", str(run), "--quiet", *choice, *settings]) == 0

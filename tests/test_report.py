@@ -16,8 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import sublayer
+from sublayer.models.flops import flops, flops_per_token
 from sublayer.training.charts import MAX_POINTS, Curve, chart, compact, linear_axis, thin, value_axis
-from sublayer.training.meter import flops, flops_per_token, matrix_rate
+from sublayer.training.meter import matrix_rate
 from sublayer.training.progress import Progress, duration
 from sublayer.training.report import AttentionPicture, Report, Sample, read_metrics, write_report
 from support import FAMILIES, example, model_of, small

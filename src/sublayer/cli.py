@@ -147,6 +147,9 @@ def _text_verbs(verbs: argparse._SubParsersAction[Parser]) -> None:
     guess.add_argument("--draft", metavar="MODEL", help="a smaller model of the same tokenizer guesses; same answer")
     guess.add_argument("--lookup", action="store_true", default=None, help="guess from the text so far; same answer")
     verb.add_argument(
+        "--compile", action="store_true", default=None, help="on a GPU: the first answer waits, later ones are faster"
+    )
+    verb.add_argument(
         "--json-schema", type=_schema, metavar="FILE", help="the answer is JSON of this schema; or give its text"
     )
     verb.add_argument("--regex", metavar="TEXT", help="the answer is matched by this as a whole")

@@ -22,7 +22,7 @@ BATCH = 32  # texts translated at once
 WINDOW = 1024  # tokens that a decoder reads at once when its perplexity is measured
 CHOICES = (
     "max_new_tokens", "num_beams", "length_penalty", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-    "seed", "stop", "json_schema", "regex", "grammar", "lookup",
+    "seed", "stop", "json_schema", "regex", "grammar", "lookup", "compile",
 )  # fmt: skip
 HELP = "/clear forgets what was said, /system TEXT sets how to answer, /quit leaves, /help; Ctrl-C stops an answer"
 

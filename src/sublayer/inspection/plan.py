@@ -13,9 +13,9 @@ import torch
 from ..config import ModelConfig, unknown
 from ..core.layers import Linear
 from ..models import build, parse_dtype
-from ..training.loss import CHUNK_ELEMENTS
-from ..training.meter import flops
+from ..models.flops import flops
 
+LOGITS = 1 << 29  # that the loss holds at once on a GPU
 STATES = {"adamw": 8, "muon": 4, "adafactor": 0}  # bytes for each number that learns
 # Bytes of a weight in so many bits, with its share of the scales: of 64 weights in 8 bits, of 16,384 in 32.
 CODED = {4: 1 / 2 + 1 / 64 + 4 / 16384, 8: 1.0}
@@ -69,7 +69,7 @@ def plan(
     stands = (count - coded) * item + coded * CODED[bits or 8]
     weights = 4.0 * count if learns == count else stands + 4.0 * adapter
     gradients, states = 4.0 * learns, STATES.get(optimizer or "", 0) * float(learns)
-    step = Step(config, batch * seq, item, 4 if learns == count else item, bool(adapter))
+    step = Step(config, batch * seq, item, 4 if learns == count else item, bool(adapter) and item != 4)
     activations = step.generating(batch) if optimizer is None else step.training(recompute)
     cache = 2 * item * config.num_decoder_layers * config.kv_heads * config.head_size * batch * seq
     weights, gradients, states = weights / shards, gradients / shards, states / shards
@@ -100,7 +100,7 @@ class Step:
     tokens: int
     item: int  # of a product's result
     stream: int  # of a number between sublayers: float32 where the weights are
-    adapter: bool
+    adapter: bool  # beside weights of another type, so that each of its products has a copy of what it reads
 
     def training(self, recompute: bool) -> float:
         config = self.config
@@ -147,7 +147,7 @@ class Step:
         if config.head not in ("lm", "mlm"):
             return 0.0
         size = config.output_vocab_size
-        rows = min(self.tokens, max(64, CHUNK_ELEMENTS["cuda"] // size))
+        rows = min(self.tokens, max(64, LOGITS // size))
         each = self.item if self.item == 4 else self.item + 8
         matrix = size * config.d_model * self.item if self.stream != self.item else 0
         return float(rows * size * each + matrix + 3 * self.tokens * config.d_model * self.item)

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..models import Model
+from ..models.flops import flops
 from .distributed import World
-from .meter import flops, matrix_rate
+from .meter import matrix_rate
 from .progress import Progress
 from .recipe import TrainSettings
 
