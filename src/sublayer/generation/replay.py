@@ -64,7 +64,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
-        self._replays: dict[Hashable, Replay] = {}
+        self._replays: dict[Hashable, Replay | None] = {}  # None: this step cannot be recorded
 
     def __call__(self, key: Hashable, step: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         if key not in self._seen or not inputs[0].is_cuda:
@@ -73,8 +73,12 @@ class Recorder:
         if key not in self._replays:
             while len(self._replays) >= KEPT:
                 self._replays.pop(next(iter(self._replays)))
-            self._replays[key] = Replay(step, inputs)
-        return self._replays[key](*inputs)
+            try:
+                self._replays[key] = Replay(step, inputs)
+            except RuntimeError:  # some layer looks at its values; nothing has been computed yet
+                self._replays[key] = None
+        replay = self._replays[key]
+        return step(*inputs) if replay is None else replay(*inputs)
 
 
 def likeness(model: Model) -> Hashable:
