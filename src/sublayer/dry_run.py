@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from .inspection.plan import STATES
 from .start import Start
 from .train import Run, device_name, make_trainer, prepare
 from .training.distributed import join
@@ -28,7 +29,7 @@ def describe(recipe: Recipe, folder: Path, start: Start | None = None) -> int:
     config, settings = run.model.config, run.recipe.train
     count, trained = run.model.num_parameters(), trainable(run.model)
     per = len(run.loader.plan(0))
-    states = {"adamw": 8, "adafactor": 0, "muon": 4}[settings.optimizer] + (4 if settings.ema else 0)
+    states = STATES[settings.optimizer] + (4 if settings.ema else 0)
     fixed = count * run.model.dtype.itemsize + trained * (4 + states)
     print(f"model      {config.shape}, d_model {config.d_model}, {count:,} parameters")
     if trained < count:

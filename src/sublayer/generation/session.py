@@ -41,7 +41,7 @@ class Session:
         room = read + max_new_tokens  # the last token is not fed back
         self._whole, self._recorder, self._likeness = _borrow(model, batch, room)
         if ids.is_cuda:  # which can look at some more as well; calls of about one length then share what is recorded
-            room = min(-(-room // GRAIN) * GRAIN, self._whole.capacity)
+            room = min(_roomy(room), self._whole.capacity)
         self.cache = self._whole.rows(0, batch, room)
         self._shape = batch, room
         if isinstance(model, Decoder):
@@ -126,11 +126,14 @@ def _borrow(model: Model, batch: int, capacity: int) -> Spare:
     if spare is not None and spare.cache.serves(batch, capacity, model.device, model.cache_dtype):
         same = now is not None and now == spare.likeness
         return Spare(spare.cache, spare.recorder if same else Recorder(), now)
-    config, roomy = model.config, -(-capacity // GRAIN) * GRAIN
-    scaling = config.rotary_scaling
+    config, scaling = model.config, model.config.rotary_scaling
     whole = scaling is not None and scaling.kind == "dynamic"
     limit = max(capacity, config.max_positions)
-    return Spare(model.make_cache(batch, min(roomy, limit), None if whole else PIECE), Recorder(), now)
+    return Spare(model.make_cache(batch, min(_roomy(capacity), limit), None if whole else PIECE), Recorder(), now)
+
+
+def _roomy(tokens: int) -> int:
+    return -(-tokens // GRAIN) * GRAIN
 
 
 def _in_pieces(model: Decoder, ids: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
