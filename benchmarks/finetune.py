@@ -1,6 +1,7 @@
 """A sentence encoder taught five kinds of news: ours, and transformers' Trainer with peft, on the same split and steps.
 
     python -m benchmarks.finetune                      # the table: all six, each in a process of its own, one by one
+    python -m benchmarks.finetune --seeds 0 1 2        # the same with three seeds
     python -m benchmarks.finetune --steps 20           # fewer steps, to see that it works
     python -m benchmarks.finetune ours full            # one of them
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -131,26 +133,37 @@ def weights(folder: Path) -> int:
 
 
 def table(options: argparse.Namespace, work: Path) -> None:
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
     contenders = {"transformers' Trainer": ["theirs"], "the same, bfloat16": ["theirs", "--bf16"], "ours": ["ours"]}
-    for method in ("full", "lora"):
-        for name, (who, *more) in contenders.items():
-            command = [sys.executable, "-m", "benchmarks.finetune", who, method, "--work", str(work), "--quiet", *more]
-            command += [f"--{key}={value}" for key in ("steps", "epochs", "seed") if (value := getattr(options, key))]
-            done = subprocess.run([*command, *options.settings], check=True, capture_output=True, text=True)
-            rows[name, method] = json.loads(done.stdout.splitlines()[-1])
-    print(f"\nall-MiniLM-L6-v2 on BBC News, {rows['ours', 'full']['steps']} steps of {BATCH} texts, {machine()}")
-    print("\n| | accuracy before | after | learned | memory | time | processor time | on disk |")
-    print("|---|---|---|---|---|---|---|---|")
-    for (name, method), row in rows.items():
-        print(f"| {name}, {method} | {row['before']:.1%} | {row['after']:.1%} | {row['learned']:,} | "
-              f"{row['memory'] / 2**20:,.0f} MiB | {row['seconds']:.1f} s | {row['processor_seconds']:.1f} s | "
-              f"{row['size'] / 1e6:.1f} MB |")  # fmt: skip
-    for (name, method), other in rows.items():
-        one = rows["ours", method]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for seed in options.seeds:
+        for method in ("full", "lora"):
+            for name, (who, *more) in contenders.items():
+                command = [sys.executable, "-m", "benchmarks.finetune", who, method, "--work", str(work), "--quiet"]
+                command += [f"--{key}={value}" for key in ("steps", "epochs") if (value := getattr(options, key))]
+                command += [f"--seed={seed}", *more, *options.settings]
+                done = subprocess.run(command, check=True, capture_output=True, text=True)
+                runs.setdefault((name, method), []).append(json.loads(done.stdout.splitlines()[-1]))
+                print(f"seed {seed}, {name}, {method}: {done.stdout.splitlines()[-1]}", flush=True)
+    seeds = ", ".join(map(str, options.seeds))
+    print(f"\nall-MiniLM-L6-v2 on BBC News, {BATCH} texts a step, seeds {seeds}, medians of times, {machine()}")
+    print("\n| | steps | accuracy before | after | mean | learned | memory | time | processor time | on disk |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for (name, method), rows in runs.items():
+        before, after = (", ".join(f"{row[when]:.1%}" for row in rows) for when in ("before", "after"))
+        mean, one = statistics.mean(row["after"] for row in rows), rows[0]
+        print(f"| {name}, {method} | {one['steps']} | {before} | {after} | {mean:.1%} | {one['learned']:,} | "
+              f"{one['memory'] / 2**20:,.0f} MiB | {median(rows, 'seconds'):.1f} s | "
+              f"{median(rows, 'processor_seconds'):.1f} s | {one['size'] / 1e6:.1f} MB |")  # fmt: skip
+    for (name, method), rows in runs.items():
         if name != "ours":
-            print(f"ours, {method}: {one['seconds'] / other['seconds']:.2f}× the time of {name}, "
-                  f"{one['processor_seconds'] / other['processor_seconds']:.2f}× its processor time")  # fmt: skip
+            ratio = {key: median(runs["ours", method], key) / median(rows, key)
+                     for key in ("seconds", "processor_seconds")}  # fmt: skip
+            print(f"ours, {method}: {ratio['seconds']:.2f}× the time of {name}, "
+                  f"{ratio['processor_seconds']:.2f}× its processor time")  # fmt: skip
+
+
+def median(rows: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(row[key] for row in rows)
 
 
 def main() -> None:
@@ -161,7 +174,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float)
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "sublayer-benchmark-finetune"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of one contender's run")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the table: all contenders with each")
     parser.add_argument("--bf16", action="store_true", help="theirs: products in bfloat16")
     parser.add_argument("--quiet", action="store_true")
     options, more = parser.parse_known_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ class Evaluator:
         settings, world = self.recipe.train, self.world
         loss_of = BatchLoss(model, chunk=settings.loss_chunk)
         total, right, targets = 0.0, 0, 0
-        for batches in self.loader.once():
-            for batch in batches:
-                with torch.autocast(world.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
-                    loss, hits = loss_of(batch.to(world.device), count=True)
+        # One context for all batches: it keeps the weights it has rounded.
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+            for batch in chain.from_iterable(self.loader.once()):
+                loss, hits = loss_of(batch.to(world.device), count=True)
                 total += float(loss) * batch.weight
                 right += int(hits) if batch.weight else 0
                 targets += batch.targets

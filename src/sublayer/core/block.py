@@ -10,6 +10,7 @@ from ..config import ModelConfig
 from .attention import Attention
 from .cache import CrossEntry, Entry
 from .feedforward import FeedForward
+from .layers import Dropout
 from .masks import Mask
 from .norm import make_norm
 
@@ -30,7 +31,7 @@ class Residual(nn.Module):
         self.outer_norm = make_norm(config) if config.placement == "sandwich" else None
         self.before = config.placement in ("pre", "sandwich")
         self.alpha = config.deepnorm(side)[0]
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, valid: Tensor | None = None, **inputs: Any) -> Tensor:
         if not self.before:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .layers import Embedding
+from .layers import Dropout, Embedding
 from .layout import Layout, may_look
 from .norm import NoNorm, make_norm
 from .positions import Learned, added_positions
@@ -24,7 +24,7 @@ class TokenEmbeddings(nn.Module):
         self.positions = added_positions(config, config.max_positions, config.position_offset)
         self.max_positions = config.max_positions
         self.norm = make_norm(config) if config.embedding_norm else NoNorm()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, ids: Tensor, layout: Layout, token_types: Tensor | None = None) -> Tensor:
         check_ids(ids, self.tokens.num_embeddings)
@@ -82,7 +82,7 @@ class PatchEmbeddings(nn.Module):
         self.class_token = nn.Parameter(torch.empty(config.d_model))
         self.positions = added_positions(config, config.num_patches + 1)
         self.norm = make_norm(config) if config.embedding_norm else NoNorm()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, pixels: Tensor, layout: Layout | None = None, token_types: Tensor | None = None) -> Tensor:
         self._check(pixels)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .layers import Linear
+from .layers import Dropout, Linear
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class FeedForward(nn.Module):
         self.gate = Linear(config.d_model, config.d_ff, bias=config.ffn_bias) if config.gated else None
         self.down = Linear(config.d_ff, config.d_model, bias=config.ffn_bias)
         self.activation = ACTIVATION[config.activation]
-        self.dropout = nn.Dropout(config.ffn_dropout)
+        self.dropout = Dropout(config.ffn_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)  # (..., F)

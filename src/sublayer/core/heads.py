@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..config import ModelConfig
 from .feedforward import ACTIVATION
-from .layers import Linear, linear
+from .layers import Dropout, Linear, linear
 from .layout import Packing, first_tokens
 from .norm import make_norm
 
@@ -103,7 +103,7 @@ class SequenceClassifier(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.pooler = Pooler(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classifier = Linear(config.d_model, config.num_labels)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:
@@ -115,7 +115,7 @@ class TokenClassifier(nn.Module):
 
     def __init__(self, config: ModelConfig, num_labels: int) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.classifier = Linear(config.d_model, num_labels)
 
     def forward(self, features: Tensor, mask: Tensor | None = None, packing: Packing | None = None) -> Tensor:

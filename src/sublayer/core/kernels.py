@@ -16,6 +16,7 @@ from torch import Tensor
 from .masks import Mask
 
 HALF = (torch.bfloat16, torch.float16)
+FEW = 256  # keys up to which a CPU finds the way back sooner in float32
 
 
 class Kernel(Protocol):
@@ -38,6 +39,9 @@ def fused(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *, scale: float
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
+    if query.device.type == "cpu" and query.dtype in HALF and query.requires_grad and key.size(1) <= FEW:
+        with torch.autocast("cpu", enabled=False):
+            return _padded(query.float(), key.float(), value.float(), mask, scale, dropout).to(query.dtype)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # (B, H, T, E)
     bias = mask.scores_bias(query.dtype)
     heads, tokens = query.shape[1:3]

@@ -1,4 +1,4 @@
-"""torch's own layers, which on the meta device draw no initial values.
+"""torch's own layers, which on the meta device draw no initial values, and its dropout.
 
 A model is built there, and its values come from a checkpoint or from `models/build.py`. Drawing them would cost time in
 every layer, and torch imports its whole compiler to draw nothing.
@@ -26,6 +26,18 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         if not self.weight.is_meta:
             super().reset_parameters()
+
+
+class Dropout(nn.Dropout):
+    """On a CPU sixteen random bits decide for each number; torch draws a whole one for it, which costs most of all."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = round(self.p * 2**16)  # of 2¹⁶ draws, those for which a number is dropped
+        if not self.training or x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < cut < 2**16:
+            return super().forward(x)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= cut - 2**15
+        return x * kept.to(x.dtype).mul_(2**16 / (2**16 - cut))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:

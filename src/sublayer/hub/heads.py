@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Generator, Tensor
 
 from ..config import ModelConfig
 from ..core.quantized import bits_of
 from ..models import Model, build
+from ..models.build import initialize, materialize
 from .families import FAMILIES
 from .load import OWN_TYPE, architecture, find_family
 from .tensors import read_json
@@ -27,26 +30,26 @@ def config_with_head(model: Model, head: str, num_labels: int = 2) -> ModelConfi
 
 
 def rebuilt(model: Model, config: ModelConfig, seed: int = 0) -> tuple[Model, list[str]]:
-    """A model under another head with the weights of `model` where they fit, and the names of those that are new.
+    """A model under another head on the weights of `model` where they fit, and the names of those that are new.
 
     A classifier is new in any case: its rows stood for other labels.
     """
     if bits_of(model) is not None:
         raise ValueError(f"the model's weights are in {bits_of(model)} bits; give it another head before they are")
-    new = build(config, model.device, model.dtype, seed=seed)
-    old = model.state_dict()
-    state = new.state_dict(keep_vars=True)
-    kept = {
-        name
-        for name in state
-        if name in old and old[name].shape == state[name].shape and not name.startswith("head.classifier.")
-    }
-    with torch.no_grad():
-        for name in kept:
-            state[name].copy_(old[name])
+    old = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
+    kept: set[str] = set()
+
+    def memory(name: str, tensor: Tensor) -> Tensor:
+        if name.startswith("head.classifier.") or name not in old or old[name].shape != tensor.shape:
+            return torch.empty_like(tensor, device=model.device)
+        kept.add(name)
+        return old[name].detach()
+
+    new = build(config, "meta", model.dtype)
+    materialize(new, memory)
+    initialize(new, Generator(model.device).manual_seed(seed), kept)
     new.origin, new.source, new.generation = model.origin, model.source, model.generation
-    filled = {id(state[name]) for name in kept}
-    return new, [name for name, parameter in new.named_parameters() if id(parameter) not in filled]
+    return new, [name for name, _ in new.named_parameters() if name not in kept]
 
 
 def under_head_of(model: Model, adapter: Path) -> Model:

@@ -1,4 +1,4 @@
-"""A layer and its adapter in one product, while the adapter learns.
+"""A layer and its adapter in one product, where many tokens come at once.
 
 Beside the layer, an adapter costs two narrow products, a scaling and a sum over all tokens, and as much again on the
 way back. W + scale · B·A is small next to a batch: made first, it leaves one product of the usual size each way.
@@ -17,23 +17,26 @@ LEAST = 64  # tokens for which the sum of matrices pays
 
 
 def can_join(x: Tensor, weight: Tensor, a: Tensor) -> bool:
-    """Only in one full-precision dtype: in less, the sum would round the adapter away."""
+    """Only where weight and adapter are in full precision: in less, the sum would round the adapter away for good."""
     return (
-        torch.is_grad_enabled()
-        and x.dtype == weight.dtype == a.dtype
+        weight.dtype == a.dtype
         and a.dtype in (torch.float32, torch.float64)
+        and (x.dtype == a.dtype or torch.is_autocast_enabled(x.device.type))
         and not weight.requires_grad
-        and a.requires_grad
+        and (a.requires_grad or not torch.is_grad_enabled())
         and x.numel() >= LEAST * x.size(-1)
-        and not torch.is_autocast_enabled(x.device.type)
         and not torch.compiler.is_compiling()
     )
 
 
 def joined(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """x·(W + scale · B·A)ᵀ + bias, with gradients for x, A and B."""
-    out: Tensor = _Joined.apply(x, weight, bias, a, b, scale)  # type: ignore[no-untyped-call]
-    return out
+    """x·(W + scale · B·A)ᵀ + bias, with gradients for x, A and B. Under autocast it is the sum that is rounded."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    with torch.autocast(kind, enabled=False):
+        bias = None if bias is None else bias.to(dtype)
+        out: Tensor = _Joined.apply(x.to(dtype), weight, bias, a, b, scale)  # type: ignore[no-untyped-call]
+        return out
 
 
 class _Joined(torch.autograd.Function):
@@ -41,14 +44,17 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(x, weight, a, b)
         ctx.scale = scale
-        return F.linear(x, torch.addmm(weight, b, a, alpha=scale), bias)
+        return F.linear(x, torch.addmm(weight, b, a, alpha=scale).to(x.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        back = gradient @ torch.addmm(weight, b, a, alpha=ctx.scale) if ctx.needs_input_grad[0] else None
-        rows, errors = x.flatten(0, -2), gradient.flatten(0, -2)
-        back_a = (errors @ b).mul_(ctx.scale).T @ rows
-        back_b = errors.T @ (rows @ a.T).mul_(ctx.scale)
-        return back, None, None, back_a, back_b, None
+        with torch.autocast(x.device.type, enabled=False):
+            whole = torch.addmm(weight, b, a, alpha=ctx.scale).to(x.dtype) if ctx.needs_input_grad[0] else None
+            back = None if whole is None else gradient @ whole
+            rows, errors = x.flatten(0, -2), gradient.flatten(0, -2)
+            # With the few rows of the adapter first, such products take half as long as with its few columns last.
+            back_a = (b.to(x.dtype).T @ errors.T).mul_(ctx.scale) @ rows
+            back_b = (a.to(x.dtype) @ rows.T).mul_(ctx.scale) @ errors
+        return back, None, None, back_a.to(a.dtype), back_b.to(b.dtype).T, None

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.layers import Dropout
 from .joined import can_join, joined
 
 
@@ -69,7 +70,7 @@ class Adapter(nn.Module):
         self.a, self.b, self.magnitude = a, b, magnitude
         self.alpha = alpha
         self.scale = alpha / (math.sqrt(self.rank) if rslora else self.rank)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     @property
     def rank(self) -> int:

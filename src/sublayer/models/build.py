@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Generator, Tensor, nn
@@ -97,12 +98,18 @@ def derive(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialize(model: Model, generator: Generator | None = None) -> None:
-    """Fresh weights, by the scheme of the configuration. DeepNorm brings its own: Xavier with the gain β."""
+def initialize(model: Model, generator: Generator | None = None, kept: Set[str] = frozenset()) -> None:
+    """Fresh weights, by the scheme of the configuration, but for those named in `kept`, which have theirs.
+
+    DeepNorm brings its own scheme: Xavier with the gain β.
+    """
     config = model.config
     scheme = "xavier" if config.placement == "deep" else config.init
+    filled = {id(tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers()) if name in kept}
 
     def fill(weight: Tensor, gain: float = 1.0, shrink: float = 1.0) -> None:
+        if id(weight) in filled:
+            return
         if scheme == "xavier":
             nn.init.xavier_uniform_(weight.flatten(1), gain=gain, generator=generator)
         elif scheme == "fan-in":
@@ -111,6 +118,8 @@ def initialize(model: Model, generator: Generator | None = None) -> None:
             spread(weight, shrink * config.init_std)
 
     def spread(weight: Tensor, std: float) -> None:
+        if id(weight) in filled:
+            return
         if scheme == "truncated":
             nn.init.trunc_normal_(weight, 0.0, std, -2 * std, 2 * std, generator=generator)
         else:
@@ -123,14 +132,14 @@ def initialize(model: Model, generator: Generator | None = None) -> None:
 
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if name == "bias":
+            if name == "bias" and id(parameter) not in filled:
                 nn.init.zeros_(parameter)
-        if isinstance(module, LayerNorm | RMSNorm | BatchNorm):
+        if isinstance(module, LayerNorm | RMSNorm | BatchNorm) and id(module.weight) not in filled:
             nn.init.ones_(module.weight)
-        if isinstance(module, BatchNorm):
-            nn.init.zeros_(module.running_mean)
-            nn.init.ones_(module.running_var)
-        if isinstance(module, Logits) and module.bias is not None:
+            if isinstance(module, BatchNorm):
+                nn.init.zeros_(module.running_mean)
+                nn.init.ones_(module.running_var)
+        if isinstance(module, Logits) and module.bias is not None and id(module.bias) not in filled:
             nn.init.zeros_(module.bias)
         if isinstance(module, Stack):
             _fill_blocks(module, config, fill, query_shrink)
