@@ -15,6 +15,7 @@ import sublayer
 from sublayer import RotaryScaling
 from sublayer.core.feedforward import FeedForward
 from sublayer.core.kernels import fused, with_weights
+from sublayer.core.layers import Dropout
 from sublayer.core.layout import Layout, Packing
 from sublayer.core.masks import Mask, self_mask, visible
 from sublayer.core.norm import RMSNorm
@@ -55,6 +56,52 @@ def test_both_kernels_are_the_definition(batch, tokens, keys, kv_heads, causal, 
                 torch.testing.assert_close(again[b, i, h], expected, rtol=1e-4, atol=1e-5)
                 total = float(weights[b, h, i].sum())
                 assert total == pytest.approx(1.0 if seen else 0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_in_half_precision_are_the_exact_ones_rounded(half, autocast):
+    """Of few keys on a CPU nothing but the answers is rounded, whatever autocast would like."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, n, h, 8, device="cpu").to(half) for n, h in ((30, 4), (40, 2), (40, 2)))
+    weights = torch.randn(2, 30, 4, 8, device="cpu").to(half)
+    mask = Mask(allowed=(torch.rand(2, 1, 30, 40, device="cpu") > 0.3))
+
+    def gradients(dtype):
+        inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", half, enabled=autocast and dtype == half):
+            out = fused(*inputs, mask, scale=0.3)
+        assert out.dtype == dtype
+        return torch.autograd.grad(out, inputs, weights.to(dtype))
+
+    for found, exact in zip(gradients(half), gradients(torch.float64), strict=True):
+        torch.testing.assert_close(found, exact.to(half), rtol=torch.finfo(half).eps, atol=1e-6)
+
+
+@given(st.floats(0.001, 0.999), st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_dropout_drops_its_share_and_keeps_the_mean(p, seed, dtype):
+    x = torch.rand(101, 203, device="cpu", dtype=torch.float64).add(0.5).to(dtype).requires_grad_()
+    dropout = Dropout(p)
+    torch.manual_seed(seed)
+    out = dropout(x)
+    kept = out != 0
+    deviation = math.sqrt(p * (1 - p) / x.numel())
+    assert abs(float(kept.double().mean()) - (1 - p)) < 6 * deviation + 2**-16
+    ratio = (out / x)[kept].double()
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ratio, torch.full_like(ratio, 1 / (1 - p)), rtol=rounding + 2**-16 / (1 - p), atol=0)
+    (back,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(back != 0, kept)
+    torch.manual_seed(seed)
+    assert torch.equal(dropout(x), out)
+    assert not torch.equal(dropout(x), out)
+    assert dropout.eval()(x) is x
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-7, 1.0])
+def test_dropout_at_its_ends(p):
+    x = torch.ones(7, 5, requires_grad=True)
+    torch.testing.assert_close(Dropout(p)(x), torch.full_like(x, float(p < 0.5)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -97,6 +97,15 @@ def decoded(layer: Any) -> torch.Tensor:
     return bitsandbytes.functional.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
 
 
+def only_weights_rounded(model: Any, dtype: torch.dtype = torch.float32) -> None:
+    """On a GPU bitsandbytes rounds the other side of an 8-bit product too; a plain layer with its matrix does not."""
+    for path, part in list(model.named_modules()):
+        if isinstance(part, bitsandbytes.nn.Linear8bitLt) and part.weight.is_cuda:
+            layer = torch.nn.Linear(part.in_features, part.out_features, bias=part.bias is not None, dtype=dtype)
+            layer.weight.data, layer.bias = decoded(part).to(dtype), part.bias
+            model.set_submodule(path, layer.requires_grad_(False))
+
+
 def near(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
     """In parts of the largest value."""
     scale = float(expected.detach().abs().max()) or 1.0
@@ -212,6 +221,7 @@ def test_same_weights_as_transformers(case, bits, double, tmp_path):
 def test_adapter_equals_that_of_peft(case, dora, bits, tmp_path):
     """The same logits and the same gradients; what we write gives them again there."""
     pair = Pair(case, tmp_path, bits, double=case != "gpt2")
+    only_weights_rounded(pair.theirs)
     torch.manual_seed(1)
     config = peft.LoraConfig(r=3, lora_alpha=5, use_dora=dora, target_modules="all-linear", exclude_modules=WHOLE[case])
     theirs = peft.get_peft_model(pair.theirs, config)
@@ -246,6 +256,7 @@ def test_adapter_equals_that_of_peft(case, dora, bits, tmp_path):
 def test_in_bfloat16(bits, tmp_path):
     """As near to PEFT's as its own rounding leaves room for; the matrices that learn are in float32."""
     pair = Pair("llama", tmp_path, bits, dtype=torch.bfloat16)
+    only_weights_rounded(pair.theirs, torch.bfloat16)
     theirs = peft.get_peft_model(pair.theirs, peft.LoraConfig(r=3, target_modules="all-linear"))
     stir(theirs)
     theirs.save_pretrained(tmp_path / "a")
