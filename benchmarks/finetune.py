@@ -55,6 +55,7 @@ def settings(options: argparse.Namespace) -> list[str]:
     return [
         "data.split=0.2", f"data.max_length={LENGTH}", f"train.batch_tokens={BATCH * LENGTH}",
         f"train.lr={options.lr or RATES[options.method]}", "train.save_every=none", f"train.seed={options.seed}",
+        f"train.device={options.device}",
         *length, *options.settings,
     ]  # fmt: skip
 
@@ -100,7 +101,8 @@ def theirs(options: argparse.Namespace, model: Path, data: Path, out: Path) -> d
     length = dict(max_steps=options.steps) if options.steps else dict(num_train_epochs=options.epochs)
     steps = options.steps or round(options.epochs * -(-len(parts["train"]) // BATCH))
     arguments = TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH, use_cpu=True,
+        output_dir=str(out), per_device_train_batch_size=BATCH, per_device_eval_batch_size=BATCH,
+        use_cpu=options.device == "cpu",
         learning_rate=options.lr or RATES[options.method], lr_scheduler_type="linear", warmup_steps=round(0.06 * steps),
         weight_decay=0.01, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-8, max_grad_norm=1.0, seed=options.seed,
         save_strategy="no", logging_steps=10, report_to=[], disable_tqdm=True, bf16=options.bf16, **length,
@@ -139,7 +141,9 @@ def table(options: argparse.Namespace, work: Path) -> None:
         for method in ("full", "lora"):
             for name, (who, *more) in contenders.items():
                 command = [sys.executable, "-m", "benchmarks.finetune", who, method, "--work", str(work), "--quiet"]
-                command += [f"--{key}={value}" for key in ("steps", "epochs") if (value := getattr(options, key))]
+                command += [
+                    f"--{key}={value}" for key in ("steps", "epochs", "device") if (value := getattr(options, key))
+                ]
                 command += [f"--seed={seed}", *more, *options.settings]
                 done = subprocess.run(command, check=True, capture_output=True, text=True)
                 runs.setdefault((name, method), []).append(json.loads(done.stdout.splitlines()[-1]))
@@ -176,6 +180,7 @@ def main() -> None:
     parser.add_argument("--work", default=str(Path(tempfile.gettempdir()) / "sublayer-benchmark-finetune"))
     parser.add_argument("--seed", type=int, default=0, help="of one contender's run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the table: all contenders with each")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     parser.add_argument("--bf16", action="store_true", help="theirs: products in bfloat16")
     parser.add_argument("--quiet", action="store_true")
     options, more = parser.parse_known_args()

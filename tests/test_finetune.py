@@ -53,6 +53,13 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"a {a} thing"}, {"role": "assistant", "content": a[::-1]}]}
     for a in COLOURS
 ]
+SHAREGPT = [
+    {"conversations": [
+        {"from": {"user": "human", "assistant": "gpt"}.get(one["role"], one["role"]), "value": one["content"]}
+        for one in row["messages"]
+    ]}
+    for row in CHATS
+]  # fmt: skip
 PROMPTS = [{"prompt": pair["source"], "completion": " " + pair["target"]} for pair in PAIRS]
 PLAIN = [{"text": text} for text in TEXTS]
 # Of each kind of model: its preset, and what its tokenizer is like.
@@ -119,6 +126,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "questions": ("encoder", QUESTIONS, "find-span"),
     "text to an encoder": ("encoder", PLAIN, "masked"),
     "chats": ("decoder", CHATS, "chat"),
+    "chats of ShareGPT": ("decoder", SHAREGPT, "chat"),
     "prompts": ("decoder", PROMPTS, "prompt-completion"),
     "text to a decoder": ("gpt2", PLAIN, "causal"),
     "labels to a decoder": ("gpt2", LABELLED, "prompt-completion"),
@@ -341,6 +349,10 @@ def test_the_assistant_tokens_are_those_that_transformers_finds(template: str, t
         assert ids == expected["input_ids"]
         assert learn.tolist() == expected["assistant_masks"]
         assert 0 < learn.sum() < len(ids)
+    names = {"user": "human", "assistant": "gpt"}
+    talks = [[{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in talk] for talk in TALKS]
+    again = encode_chats([Row({"messages": talk}, "talks", 1) for talk in talks], Tokenizer.load(folder))
+    assert [(ids, learn.tolist()) for ids, learn in again] == [(ids, learn.tolist()) for ids, learn in ours]
 
 
 def test_only_the_assistant_is_learned_from(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ LABELLED, PAIRS, PROMPTS = ("text", "label"), ("source", "target"), ("prompt", "
 FITS: dict[str, list[Fit]] = {
     "decoder": [
         Fit(("messages",), "chat"),
+        Fit(("conversations",), "chat", {"messages": "conversations"}),
         Fit(PROMPTS, "prompt-completion"),
         Fit(PAIRS, "prompt-completion", {"prompt": "source", "completion": "target"}),
         Fit(LABELLED, "prompt-completion", {"prompt": "text", "completion": "label"}),

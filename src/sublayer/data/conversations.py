@@ -23,6 +23,7 @@ from .tokenizer import Tokenizer
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 AT_ONCE = 256  # texts rendered by one process
 
+SHAREGPT = {"human": "user", "gpt": "assistant"}  # roles there, and everywhere else
 Span = tuple[int, int]  # characters of the text
 Encoded = tuple[list[int], NDArray[np.uint8]]
 
@@ -56,6 +57,8 @@ def _messages(row: Row) -> list[Mapping[str, Any]]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise DataError(f"{row.where()}: messages is no JSON list") from None
+    if isinstance(value, list | tuple):
+        value = [_message(one) for one in value]
     try:
         check_messages(value)
     except ValueError as error:
@@ -69,6 +72,14 @@ def _messages(row: Row) -> list[Mapping[str, Any]]:
     if messages[0]["role"] == "assistant":
         raise DataError(f"{row.where()}: the chat begins with the assistant; a turn to answer must come before")
     return messages
+
+
+def _message(given: Any) -> Any:
+    """ShareGPT's {"from": "human", "value": …} in the words that templates know; anything else as it is."""
+    if not isinstance(given, Mapping) or given.get("role") is not None or not isinstance(given.get("from"), str):
+        return given
+    rest = {key: value for key, value in given.items() if key not in ("from", "value", "role", "content")}
+    return {"role": SHAREGPT.get(given["from"], given["from"]), "content": given.get("value"), **rest}
 
 
 def _render(

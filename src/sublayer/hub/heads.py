@@ -41,7 +41,7 @@ def rebuilt(model: Model, config: ModelConfig, seed: int = 0) -> tuple[Model, li
 
     def memory(name: str, tensor: Tensor) -> Tensor:
         if name.startswith("head.classifier.") or name not in old or old[name].shape != tensor.shape:
-            return torch.empty_like(tensor, device=model.device)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=model.device)
         kept.add(name)
         return old[name].detach()
 

@@ -78,12 +78,14 @@ class Adapter(nn.Module):
 
     def extra(self, layer: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
         """What is added to the layer's answer `out`."""
-        x = self.dropout(x.to(self.a.dtype))
-        low = F.linear(F.linear(x, self.a), self.b) * self.scale
+        if not torch.is_autocast_enabled(x.device.type):  # which would only undo it
+            x = x.to(self.a.dtype)
+        x = self.dropout(x)
+        low = F.linear(F.linear(x, self.a) * self.scale, self.b)
         if self.magnitude is None:
             return low
-        weight = layer.weight.to(x.dtype)
-        length = self.magnitude / self.length(weight).to(x.dtype)
+        weight = layer.weight.to(self.a.dtype)
+        length = self.magnitude / self.length(weight).to(self.a.dtype)
         if self.dropout.p and self.training:
             base = F.linear(x, weight)
         else:
