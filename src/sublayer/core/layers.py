@@ -35,7 +35,7 @@ class Dropout(nn.Dropout):
         cut = round(self.p * 2**16)  # of 2¹⁶ draws, those for which a number is dropped
         if not self.training or x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < cut < 2**16:
             return super().forward(x)
-        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device="cpu").random_(-(2**63), None)
         kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= cut - 2**15
         return x * kept.to(x.dtype).mul_(2**16 / (2**16 - cut))
 
