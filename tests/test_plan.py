@@ -77,14 +77,8 @@ def test_cache(name):
     assert plan.weights_bytes == sum(parameter.nbytes for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", TEXT)
-@pytest.mark.parametrize("adapter", [False, True])
-def test_activations_are_what_autograd_keeps(name, adapter):
-    """In float32, all blocks: counted by hooks on what is saved for the backward pass, weights left out."""
-    config = small(name, d_model=128, d_ff=384, num_heads=4, head_dim=32, vocab_size=61)
-    model = model_of(config).train()
-    if adapter:
-        lora.add(model, rank=1)
+def kept_by(model, inputs):
+    """Bytes that autograd saves for the backward pass of the features, weights left out, counted by hooks."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
@@ -94,13 +88,36 @@ def test_activations_are_what_autograd_keeps(name, adapter):
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.randint(2, 61, (2, 40))
-    inputs = (ids, ids) if config.shape == "encoder-decoder" else (ids,)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         features = model.features(*inputs)
+    assert features.numel()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("adapter", [False, True])
+def test_activations_are_what_autograd_keeps(name, adapter):
+    """In float32, all blocks."""
+    config = small(name, d_model=128, d_ff=384, num_heads=4, head_dim=32, vocab_size=61)
+    model = model_of(config).train()
+    if adapter:
+        lora.add(model, rank=1)
+    ids = torch.randint(2, 61, (2, 40))
+    inputs = (ids, ids) if config.shape == "encoder-decoder" else (ids,)
     plan = sublayer.plan(config, batch=2, seq=40, dtype="float32", lora_rank=1 if adapter else None)
     loss = 2 * 40 * (config.output_vocab_size * 4 + 3 * 4 * config.d_model) if config.head in ("lm", "mlm") else 0
-    assert features.numel() and plan.activations_bytes - loss == pytest.approx(sum(kept.values()), rel=0.25)
+    assert plan.activations_bytes - loss == pytest.approx(kept_by(model, inputs), rel=0.25)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-7b", "bert-base"])
+def test_activations_of_an_adapter_beside_half_precision(name):
+    """Under autocast the adapter reads what the layer reads, and keeps no copy. Few keys would be in float32."""
+    config = small(name, d_model=128, d_ff=384, num_heads=4, head_dim=32, head="none", max_positions=512)
+    model = model_of(config).to(torch.bfloat16).train()
+    lora.add(model, rank=1)
+    with torch.autocast(model.device.type, torch.bfloat16):
+        kept = kept_by(model, (torch.randint(2, 50, (2, 300)),))
+    assert sublayer.plan(config, batch=2, seq=300, lora_rank=1).activations_bytes == pytest.approx(kept, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-7b", "bert-base", "t5-base"])

@@ -69,7 +69,7 @@ def plan(
     stands = (count - coded) * item + coded * CODED[bits or 8]
     weights = 4.0 * count if learns == count else stands + 4.0 * adapter
     gradients, states = 4.0 * learns, STATES.get(optimizer or "", 0) * float(learns)
-    step = Step(config, batch * seq, item, 4 if learns == count else item, bool(adapter) and item != 4)
+    step = Step(config, batch * seq, item, 4 if learns == count else item)
     activations = step.generating(batch) if optimizer is None else step.training(recompute)
     cache = 2 * item * config.num_decoder_layers * config.kv_heads * config.head_size * batch * seq
     weights, gradients, states = weights / shards, gradients / shards, states / shards
@@ -100,7 +100,6 @@ class Step:
     tokens: int
     item: int  # of a product's result
     stream: int  # of a number between sublayers: float32 where the weights are
-    adapter: bool  # beside weights of another type, so that each of its products has a copy of what it reads
 
     def training(self, recompute: bool) -> float:
         config = self.config
@@ -122,8 +121,6 @@ class Step:
             return 0.0
         out = self._attention(rotary=config.positions == "rotary") + self._sublayer(1 + config.gated)
         out += item * config.d_ff * (4 if config.gated else 2)
-        if self.adapter:  # what goes into down
-            out += item * config.d_ff
         if side == "decoder" and config.shape == "encoder-decoder":
             out += self._attention(rotary=False)
         return out
@@ -131,14 +128,13 @@ class Step:
     def _attention(self, rotary: bool) -> float:
         config = self.config
         queries, keys = config.num_heads * config.head_size, config.kv_heads * config.head_size
-        made = 2 * queries + 2 * keys + (queries + keys if rotary else 0) + (queries if self.adapter else 0)
+        made = 2 * queries + 2 * keys + (queries + keys if rotary else 0)
         return self._sublayer(3) + self.item * made + 4 * config.num_heads  # a logarithm of each head's sum
 
     def _sublayer(self, readers: int) -> float:
         """What goes into the norm and, for each product that reads it, comes out; and which numbers dropout left."""
         config = self.config
         copies = readers if self.stream != self.item else 1
-        copies += readers if self.adapter else 0
         return config.d_model * (self.stream + self.item * copies + (config.dropout > 0))
 
     def _loss(self) -> float:
