@@ -53,13 +53,14 @@ CHATS = [
     {"messages": [{"role": "user", "content": f"a {a} thing"}, {"role": "assistant", "content": a[::-1]}]}
     for a in COLOURS
 ]
-SHAREGPT = [
-    {"conversations": [
-        {"from": {"user": "human", "assistant": "gpt"}.get(one["role"], one["role"]), "value": one["content"]}
-        for one in row["messages"]
-    ]}
-    for row in CHATS
-]  # fmt: skip
+
+
+def as_sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in messages]
+
+
+SHAREGPT = [{"conversations": as_sharegpt(row["messages"])} for row in CHATS]
 PROMPTS = [{"prompt": pair["source"], "completion": " " + pair["target"]} for pair in PAIRS]
 PLAIN = [{"text": text} for text in TEXTS]
 # Of each kind of model: its preset, and what its tokenizer is like.
@@ -349,9 +350,7 @@ def test_the_assistant_tokens_are_those_that_transformers_finds(template: str, t
         assert ids == expected["input_ids"]
         assert learn.tolist() == expected["assistant_masks"]
         assert 0 < learn.sum() < len(ids)
-    names = {"user": "human", "assistant": "gpt"}
-    talks = [[{"from": names.get(one["role"], one["role"]), "value": one["content"]} for one in talk] for talk in TALKS]
-    again = encode_chats([Row({"messages": talk}, "talks", 1) for talk in talks], Tokenizer.load(folder))
+    again = encode_chats([Row({"messages": as_sharegpt(talk)}, "talks", 1) for talk in TALKS], Tokenizer.load(folder))
     assert [(ids, learn.tolist()) for ids, learn in again] == [(ids, learn.tolist()) for ids, learn in ours]
 
 
