@@ -104,17 +104,54 @@ def test_dropout_at_its_ends(p):
     torch.testing.assert_close(Dropout(p)(x), torch.full_like(x, float(p < 0.5)))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, "autocast"])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("kind", ["plain", "causal", "masked", "biased"])
+def test_attention_with_dropout_is_the_definition_with_some_weights_left_out(dtype, kv_heads, kind):
+    """With one-hot values the answers are the weights, which shows what was dropped: then all can be computed anew."""
+    kept_in, computed_in = (torch.float32, torch.bfloat16) if dtype == "autocast" else (dtype, dtype)
+    torch.manual_seed(0)
+    size, p = 32, 0.3
+    q, k = (torch.randn(16, size, heads, size).to(kept_in).requires_grad_() for heads in (4, kv_heads))
+    v = torch.eye(size, dtype=kept_in).view(1, size, 1, size).repeat(16, 1, kv_heads, 1).requires_grad_()
+    allowed = torch.rand(16, 1, size, size) > 0.3
+    bias = torch.randn(1, 4, size, size, requires_grad=kind == "biased")
+    mask = {"plain": Mask(), "causal": Mask(causal=True), "masked": Mask(allowed=allowed),
+            "biased": Mask(allowed=allowed, bias=bias)}[kind]  # fmt: skip
+    with torch.autocast(q.device.type, torch.bfloat16, enabled=dtype == "autocast"):
+        out = fused(*(x.to(computed_in) for x in (q, k, v)), mask, scale=0.25, dropout=p)
+    kept = (out != 0).transpose(1, 2)  # (B, H, T, S)
+    given = torch.randn_like(out)
+    leaves = [q, k, v, bias] if kind == "biased" else [q, k, v]
+    found = torch.autograd.grad(out, leaves, given)
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    query, key, value = (x.transpose(1, 2).repeat_interleave(4 // x.size(2), 1) for x in exact[:3])
+    scores = query @ key.mT * 0.25 + (exact[3] if kind == "biased" else 0.0)
+    seen = torch.ones_like(scores, dtype=torch.bool).tril() if kind == "causal" else allowed.expand_as(scores)
+    weights = (scores if kind == "plain" else scores.masked_fill(~seen, -torch.inf)).softmax(-1)
+    expected = (weights * kept / (1 - p)) @ value
+    rounding = dict(rtol=0.02, atol=0.01) if computed_in == torch.bfloat16 else dict(rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected.transpose(1, 2), **rounding)
+    for one, other in zip(found, torch.autograd.grad(expected.transpose(1, 2), exact, given.double()), strict=True):
+        error = (one.double() - other).norm() / other.norm()
+        assert error < (0.02 if computed_in == torch.bfloat16 else 1e-4)
+    share = kept[weights > 1e-6].double()
+    assert abs(float(share.mean()) - (1 - p)) < 6 * math.sqrt(p * (1 - p) / share.numel())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_fully_masked_rows_give_zeros_and_finite_gradients(dtype, biased, kv_heads):
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_fully_masked_rows_give_zeros_and_finite_gradients(dtype, biased, kv_heads, dropout):
     q = torch.randn(2, 8, 4, 16, dtype=dtype, requires_grad=True)
     k = torch.randn(2, 8, kv_heads, 16, dtype=dtype, requires_grad=True)
     valid = torch.ones(2, 8, dtype=torch.bool)
     valid[0, :3] = False
     bias = torch.randn(1, 4, 8, 8, requires_grad=True) if biased else None
     mask = Mask(allowed=visible(torch.arange(8), torch.arange(8), valid, causal=True), bias=bias)
-    out = fused(q, k, k, mask, scale=0.25)
+    out = fused(q, k, k, mask, scale=0.25, dropout=dropout)
     assert torch.equal(out[0, :3], torch.zeros_like(out[0, :3]))
     out.float().square().sum().backward()
     for leaf in (q, k) if bias is None else (q, k, bias):

@@ -123,8 +123,6 @@ def _objective(values: dict[str, Any], data: dict[str, Any]) -> str:
 
 def _fill(values: dict[str, Any], data: dict[str, Any], settings: dict[str, Any]) -> None:
     """What a fine-tuning run usually wants, in the places that are still empty."""
-    # The fused kernels of attention drop no weights, and those that do take twice the time.
-    values["model"].setdefault("attention_dropout", 0.0)
     usual = USUAL | {"lr": RATES["full" if "lora" not in values else "lora"]}
     usual["dtype"] = usual_dtype(torch.cuda.is_available() and settings.get("device") != "cpu")
     if "steps" in settings:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layers import dropout as dropped
+from .layout import may_look
 from .masks import Mask
 
 HALF = (torch.bfloat16, torch.float16)
@@ -39,6 +41,8 @@ def fused(query: Tensor, key: Tensor, value: Tensor, mask: Mask, *, scale: float
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, dropout: float) -> Tensor:
+    if dropout and query.device.type == "cpu":  # its fused kernel drops nothing
+        return with_weights(query, key, value, replace(mask, packing=None), scale=scale, dropout=dropout)[0]
     if query.device.type == "cpu" and query.dtype in HALF and query.requires_grad and key.size(1) <= FEW:
         with torch.autocast("cpu", enabled=False):
             return _padded(query.float(), key.float(), value.float(), mask, scale, dropout).to(query.dtype)
@@ -112,19 +116,29 @@ def with_weights(
         padded = (queries.pad(query), keys.pad(key), keys.pad(value), mask.padded())
         out, weights = with_weights(*padded, scale=scale, dropout=dropout)
         return queries.unpad(out, query.size(0)), weights
+    with torch.autocast(query.device.type, enabled=False):  # it would have the weights in float32
+        return _weighed(query.to(value.dtype), key.to(value.dtype), value, mask, scale, dropout)
+
+
+def _weighed(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float, dropout: float
+) -> tuple[Tensor, Tensor]:
     groups = query.size(2) // key.size(2)
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # (B, H, T, E)
-    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * scale
-    allowed = mask.allowed
+    query, key, value = (x.transpose(1, 2) for x in (query * scale, key, value))  # (B, H, T, E)
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = query @ key.transpose(-2, -1)
+    if mask.bias is not None:
+        scores += mask.bias.to(scores.dtype)
+    allowed, blind = mask.allowed, mask.blind
     if mask.causal:
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask.bias is not None:
-        scores = scores + mask.bias.to(scores.dtype)
     if allowed is not None:
-        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    weights = scores.float().softmax(-1).to(scores.dtype)
-    if allowed is not None:
-        weights = weights.masked_fill(~allowed, 0.0)
-    out = F.dropout(weights, dropout) @ value
+        lowest = torch.finfo(scores.dtype).min / 2  # no -inf: a query that may see nothing would get NaN
+        scores += torch.zeros_like(allowed, dtype=scores.dtype).masked_fill_(~allowed, lowest)
+        blind = ~allowed.any(-1, keepdim=True)
+    weights = scores.softmax(-1)
+    if blind is not None and (not may_look(blind) or bool(blind.any())):
+        weights = weights.masked_fill(blind, 0.0)
+    out = (dropped(weights, dropout) if dropout else weights) @ value
     return out.transpose(1, 2), weights

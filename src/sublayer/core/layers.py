@@ -29,15 +29,18 @@ class Embedding(nn.Embedding):
 
 
 class Dropout(nn.Dropout):
-    """On a CPU sixteen random bits decide for each number; torch draws a whole one for it, which costs most of all."""
-
     def forward(self, x: Tensor) -> Tensor:
-        cut = round(self.p * 2**16)  # of 2¹⁶ draws, those for which a number is dropped
-        if not self.training or x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < cut < 2**16:
-            return super().forward(x)
-        bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device="cpu").random_(-(2**63), None)
-        kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= cut - 2**15
-        return x * kept.to(x.dtype).mul_(2**16 / (2**16 - cut))
+        return dropout(x, self.p) if self.training else x
+
+
+def dropout(x: Tensor, p: float) -> Tensor:
+    """On a CPU sixteen random bits decide for each number; torch draws a whole one for it, which costs most of all."""
+    cut = round(p * 2**16)  # of 2¹⁶ draws, those for which a number is dropped
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or not 0 < cut < 2**16:
+        return F.dropout(x, p)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device="cpu").random_(-(2**63), None)
+    kept = bits.view(torch.int16)[: x.numel()].view(x.shape) >= cut - 2**15
+    return x * kept.to(x.dtype).mul_(2**16 / (2**16 - cut))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:
