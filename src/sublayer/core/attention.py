@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .cache import CrossEntry, Entry
 from .kernels import Kernel, fused
-from .layers import Linear
+from .layers import Linear, product_input
 from .masks import Mask
 from .norm import NoNorm, RMSNorm
 from .positions import rotate
@@ -35,13 +35,14 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None = None,
         cache: Entry | CrossEntry | None = None,
     ) -> Tensor:
+        x = product_input(x)
         query = self.query_norm(self._split(self.query(x)))  # (..., T, H, E)
         if rotary is not None:
             query = rotate(query, rotary)
         if memory is None and isinstance(cache, CrossEntry):
             key, value = cache.read()
         else:
-            key, value = self._key_value(x if memory is None else memory, rotary, cache)
+            key, value = self._key_value(x if memory is None else product_input(memory), rotary, cache)
         dropout = self.dropout if self.training else 0.0
         together = query.size(0) // key.size(0) if isinstance(cache, CrossEntry) else 1
         if together > 1:  # several rows look at one source: they are its queries

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .layers import Dropout, Linear
+from .layers import Dropout, Linear, product_input
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -35,6 +35,7 @@ class FeedForward(nn.Module):
         self.dropout = Dropout(config.ffn_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = product_input(x)
         up = self.up(x)  # (..., F)
         hidden = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
         return self.down(self.dropout(hidden))

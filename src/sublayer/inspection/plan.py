@@ -119,7 +119,7 @@ class Step:
         config, item = self.config, self.item
         if not config.layers(side):
             return 0.0
-        out = self._attention(rotary=config.positions == "rotary") + self._sublayer(1 + config.gated)
+        out = self._attention(rotary=config.positions == "rotary") + self._sublayer()
         out += item * config.d_ff * (4 if config.gated else 2)
         if side == "decoder" and config.shape == "encoder-decoder":
             out += self._attention(rotary=False)
@@ -129,13 +129,12 @@ class Step:
         config = self.config
         queries, keys = config.num_heads * config.head_size, config.kv_heads * config.head_size
         made = 2 * queries + 2 * keys + (queries + keys if rotary else 0)
-        return self._sublayer(3) + self.item * made + 4 * config.num_heads  # a logarithm of each head's sum
+        return self._sublayer() + self.item * made + 4 * config.num_heads  # a logarithm of each head's sum
 
-    def _sublayer(self, readers: int) -> float:
-        """What goes into the norm and, for each product that reads it, comes out; and which numbers dropout left."""
+    def _sublayer(self) -> float:
+        """What goes into the norm, what comes out in the type of products, and which numbers dropout left."""
         config = self.config
-        copies = readers if self.stream != self.item else 1
-        return config.d_model * (self.stream + self.item * copies + (config.dropout > 0))
+        return config.d_model * (self.stream + self.item + (config.dropout > 0))
 
     def _loss(self) -> float:
         """The logits of a chunk, as they are and as probabilities; the matrix in the type of the product."""
