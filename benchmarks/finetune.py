@@ -169,7 +169,8 @@ def table(options: argparse.Namespace, work: Path) -> None:
             ratio = {key: median(runs["ours", method], key) / median(rows, key)
                      for key in ("seconds", "whole", "processor_seconds")}  # fmt: skip
             print(f"ours, {method}: {ratio['seconds']:.2f}× the time of {name}, "
-                  f"{ratio['whole']:.2f}× with imports, {ratio['processor_seconds']:.2f}× its processor time")  # fmt: skip
+                  f"{ratio['whole']:.2f}× with imports, "
+                  f"{ratio['processor_seconds']:.2f}× its processor time")  # fmt: skip
 
 
 def median(rows: list[dict[str, Any]], key: str) -> float:

@@ -150,7 +150,8 @@ def test_fully_masked_rows_give_zeros_and_finite_gradients(dtype, biased, kv_hea
     valid = torch.ones(2, 8, dtype=torch.bool)
     valid[0, :3] = False
     bias = torch.randn(1, 4, 8, 8, requires_grad=True) if biased else None
-    mask = Mask(allowed=visible(torch.arange(8), torch.arange(8), valid, causal=True), bias=bias)
+    allowed = visible(torch.arange(8), torch.arange(8), valid, causal=True)
+    mask = Mask(allowed=allowed, bias=bias, blind=~allowed.any(-1, keepdim=True) if allowed.is_cuda else None)
     out = fused(q, k, k, mask, scale=0.25, dropout=dropout)
     assert torch.equal(out[0, :3], torch.zeros_like(out[0, :3]))
     out.float().square().sum().backward()

@@ -173,6 +173,14 @@ def test_save_load_gives_the_same_output(config):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_shapes_can_be_asked_for_without_a_number(name):
+    """A pass on the meta device, in training too, as tools that count operations make it."""
+    config = small(name, dropout=0.1, attention_dropout=0.1)
+    model, inputs = sublayer.build(config, device="meta").train(), example(config)
+    assert model(*(one.to("meta") for one in inputs)).shape == model_of(config)(*inputs).shape
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_seed_gives_the_same_weights(name):
     first, second = sublayer.build(small(name), seed=3), sublayer.build(small(name), seed=3)
     other = sublayer.build(small(name), seed=4)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .layers import dropout as dropped
+from .layers import without_autocast
 from .layout import may_look
 from .masks import Mask
 
@@ -44,7 +45,7 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, mask: Mask, scale: float,
     if dropout and query.device.type == "cpu":  # its fused kernel drops nothing
         return with_weights(query, key, value, replace(mask, packing=None), scale=scale, dropout=dropout)[0]
     if query.device.type == "cpu" and query.dtype in HALF and query.requires_grad and key.size(1) <= FEW:
-        with torch.autocast("cpu", enabled=False):
+        with without_autocast(query):
             return _padded(query.float(), key.float(), value.float(), mask, scale, dropout).to(query.dtype)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # (B, H, T, E)
     bias = mask.scores_bias(query.dtype)
@@ -116,7 +117,7 @@ def with_weights(
         padded = (queries.pad(query), keys.pad(key), keys.pad(value), mask.padded())
         out, weights = with_weights(*padded, scale=scale, dropout=dropout)
         return queries.unpad(out, query.size(0)), weights
-    with torch.autocast(query.device.type, enabled=False):  # it would have the weights in float32
+    with without_autocast(query):  # it would have the weights in float32
         return _weighed(query.to(value.dtype), key.to(value.dtype), value, mask, scale, dropout)
 
 

@@ -1,10 +1,13 @@
-"""torch's own layers, which on the meta device draw no initial values, and its dropout.
+"""torch's own layers, which on the meta device draw no initial values; a quicker dropout; and what autocast asks for.
 
 A model is built there, and its values come from a checkpoint or from `models/build.py`. Drawing them would cost time in
 every layer, and torch imports its whole compiler to draw nothing.
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +54,20 @@ def dropout(x: Tensor, p: float) -> Tensor:
     return x * kept.mul_(scale).view(x.dtype).view(x.shape)
 
 
+def product_type(x: Tensor) -> torch.dtype | None:
+    """What autocast computes products in, where it is on. The meta device has none."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if not x.is_meta and torch.is_autocast_enabled(kind) else None
+
+
 def product_input(x: Tensor) -> Tensor:
     """Under autocast, in the type of its products: once, instead of once for each layer that reads it."""
-    kind = x.device.type
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+    dtype = product_type(x)
+    return x if dtype is None or x.dtype != torch.float32 else x.to(dtype)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig, RotaryScaling
+from .layers import without_autocast
 from .layout import Layout
 
 
@@ -72,7 +73,7 @@ class Rotary(nn.Module):
         rates = self.bits.view(torch.float32)
         if self.scaling is not None and self.scaling.kind == "dynamic":
             rates = self._dynamic_rates(rates, layout.lengths, self.scaling.factor)
-        with torch.autocast(self.bits.device.type, enabled=False):
+        with without_autocast(self.bits):
             angles = layout.positions[..., None].float() * rates  # (..., T, E/2)
             return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 

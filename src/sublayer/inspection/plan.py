@@ -134,7 +134,8 @@ class Step:
     def _sublayer(self) -> float:
         """What goes into the norm, what comes out in the type of products, and which numbers dropout left."""
         config = self.config
-        return config.d_model * (self.stream + self.item + (config.dropout > 0))
+        read = 4 if config.norm == "layernorm" else self.stream  # autocast has a GPU's LayerNorm read float32
+        return config.d_model * (read + self.item + (config.dropout > 0))
 
     def _loss(self) -> float:
         """The logits of a chunk, as they are and as probabilities; the matrix in the type of the product."""

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.layers import product_type, without_autocast
+
 LEAST = 64  # tokens for which the sum of matrices pays
 
 
@@ -23,7 +25,7 @@ def can_join(x: Tensor, weight: Tensor, a: Tensor) -> bool:
         x.device.type == "cpu"
         and weight.dtype == a.dtype
         and a.dtype in (torch.float32, torch.float64)
-        and (x.dtype == a.dtype or torch.is_autocast_enabled(x.device.type))
+        and (x.dtype == a.dtype or product_type(x) is not None)
         and not weight.requires_grad
         and (a.requires_grad or not torch.is_grad_enabled())
         and x.numel() >= LEAST * x.size(-1)
@@ -33,9 +35,8 @@ def can_join(x: Tensor, weight: Tensor, a: Tensor) -> bool:
 
 def joined(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """x·(W + scale · B·A)ᵀ + bias, with gradients for x, A and B. Under autocast it is the sum that is rounded."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    with torch.autocast(kind, enabled=False):
+    dtype = product_type(x) or x.dtype
+    with without_autocast(x):
         bias = None if bias is None else bias.to(dtype)
         out: Tensor = _Joined.apply(x.to(dtype), weight, bias, a, b, scale)  # type: ignore[no-untyped-call]
         return out
@@ -52,7 +53,7 @@ class _Joined(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             whole = torch.addmm(weight, b, a, alpha=ctx.scale).to(x.dtype) if ctx.needs_input_grad[0] else None
             back = None if whole is None else gradient @ whole
             rows, errors = x.flatten(0, -2), gradient.flatten(0, -2)

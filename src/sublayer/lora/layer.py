@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.layers import Dropout
+from ..core.layers import Dropout, product_type
 from .joined import can_join, joined
 
 
@@ -78,7 +78,7 @@ class Adapter(nn.Module):
 
     def extra(self, layer: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
         """What is added to the layer's answer `out`."""
-        if not torch.is_autocast_enabled(x.device.type):  # which would only undo it
+        if product_type(x) is None:  # which would only undo it
             x = x.to(self.a.dtype)
         x = self.dropout(x)
         low = F.linear(F.linear(x, self.a) * self.scale, self.b)
