@@ -62,6 +62,10 @@ def as_sharegpt(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 SHAREGPT = [{"conversations": as_sharegpt(row["messages"])} for row in CHATS]
 PROMPTS = [{"prompt": pair["source"], "completion": " " + pair["target"]} for pair in PAIRS]
+ALPACA = [
+    {"instruction": f"Say {a} backwards.", "input": "" if n % 2 else f"It is {a}.", "output": a[::-1]}
+    for n, a in enumerate(COLOURS)
+]
 PLAIN = [{"text": text} for text in TEXTS]
 # Of each kind of model: its preset, and what its tokenizer is like.
 KINDS = {
@@ -129,10 +133,13 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], str]] = {
     "chats": ("decoder", CHATS, "chat"),
     "chats of ShareGPT": ("decoder", SHAREGPT, "chat"),
     "prompts": ("decoder", PROMPTS, "prompt-completion"),
+    "instructions": ("decoder", ALPACA, "prompt-completion"),
+    "instructions to a decoder without a template": ("gpt2", ALPACA, "prompt-completion"),
     "text to a decoder": ("gpt2", PLAIN, "causal"),
     "labels to a decoder": ("gpt2", LABELLED, "prompt-completion"),
     "pairs": ("t5", PAIRS, "sequence-to-sequence"),
     "prompts to an encoder-decoder": ("bart", PROMPTS, "sequence-to-sequence"),
+    "instructions to an encoder-decoder": ("t5", ALPACA, "sequence-to-sequence"),
     "text to T5": ("t5", PLAIN, "span-corruption"),
     "text to BART": ("bart", PLAIN, "denoising"),
 }
@@ -352,6 +359,38 @@ def test_the_assistant_tokens_are_those_that_transformers_finds(template: str, t
         assert 0 < learn.sum() < len(ids)
     again = encode_chats([Row({"messages": as_sharegpt(talk)}, "talks", 1) for talk in TALKS], Tokenizer.load(folder))
     assert [(ids, learn.tolist()) for ids, learn in again] == [(ids, learn.tolist()) for ids, learn in ours]
+
+
+def test_instructions_are_the_chats_they_stand_for(tmp_path: Path) -> None:
+    """The same steps, to the last bit, as on the messages somebody would write by hand; the first rows have no input."""
+    rows = [ALPACA[1], {key: ALPACA[3][key] for key in ("instruction", "output")} | {"input": None}, *ALPACA]
+    chats = []
+    for row in rows:
+        asked = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
+        turns = {"user": asked, "assistant": row["output"]}
+        chats.append({"messages": [{"role": role, "content": text} for role, text in turns.items()]})
+    model = folder_of("decoder", tmp_path / "base", max_positions=400)
+    curves = []
+    for name, given in (("alpaca", rows), ("chats", chats)):
+        assert finetune(model, write_rows(tmp_path / f"{name}.jsonl", given), tmp_path / name, "train.steps=4") == 0
+        curves.append(losses(tmp_path / name))
+    assert curves[0] == curves[1]
+
+
+def test_instructions_for_a_model_without_a_template(tmp_path: Path) -> None:
+    """Prompt, empty line and completion, of which the completion is learned; for T5, prompt and answer."""
+    data = write_rows(tmp_path / "data.jsonl", ALPACA)
+    pairs = []
+    for row in ALPACA:
+        asked = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
+        pairs.append((asked, row["output"]))
+    for kind, names, after in (("gpt2", ("prompt", "completion"), "\n\n"), ("t5", ("source", "target"), "")):
+        model = folder_of(kind, tmp_path / kind, max_positions=400)
+        rows = [dict(zip(names, (asked + after, answer), strict=True)) for asked, answer in pairs]
+        written = write_rows(tmp_path / f"{kind}.jsonl", rows)
+        for name, file in (("found", data), ("written", written)):
+            assert finetune(model, file, tmp_path / f"{kind} {name}", "train.steps=4") == 0
+        assert losses(tmp_path / f"{kind} found") == losses(tmp_path / f"{kind} written")
 
 
 def test_only_the_assistant_is_learned_from(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from .config import ModelConfig
 from .data import Tokenizer
+from .data.chat import find_template
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,13 @@ class Fit:
 
 
 LABELLED, PAIRS, PROMPTS = ("text", "label"), ("source", "target"), ("prompt", "completion")
+INSTRUCTIONS = (("instruction", "input", "output"), ("instruction", "output"))  # as Alpaca calls them
+
+
+def _instructions(columns: tuple[str, ...], objective: str, asked: str, answer: str) -> Fit:
+    names = {asked: "instruction", answer: "output"} | ({"input": "input"} if "input" in columns else {})
+    return Fit(columns, objective, names)
+
 
 # By the kind of model, the first that the columns allow is taken.
 FITS: dict[str, list[Fit]] = {
@@ -26,6 +34,7 @@ FITS: dict[str, list[Fit]] = {
         Fit(("conversations",), "chat", {"messages": "conversations"}),
         Fit(PROMPTS, "prompt-completion"),
         Fit(PAIRS, "prompt-completion", {"prompt": "source", "completion": "target"}),
+        *(_instructions(columns, "prompt-completion", "prompt", "completion") for columns in INSTRUCTIONS),
         Fit(LABELLED, "prompt-completion", {"prompt": "text", "completion": "label"}),
         Fit(("text",), "causal"),
     ],
@@ -40,6 +49,7 @@ FITS: dict[str, list[Fit]] = {
     "encoder-decoder": [
         Fit(PAIRS, "sequence-to-sequence"),
         Fit(PROMPTS, "sequence-to-sequence", {"source": "prompt", "target": "completion"}),
+        *(_instructions(columns, "sequence-to-sequence", "source", "target") for columns in INSTRUCTIONS),
         Fit(LABELLED, "sequence-to-sequence", {"source": "text", "target": "label"}),
         Fit(("text",), "span-corruption"),
     ],
@@ -52,7 +62,7 @@ def kind_of_model(config: ModelConfig) -> str:
 
 def choose(
     config: ModelConfig, columns: Sequence[str], given: Mapping[str, Any], tokenizer: Tokenizer | None, where: str
-) -> tuple[dict[str, str], str]:
+) -> tuple[dict[str, Any], str]:
     """The keys of [data] that the columns ask for, and a line that says what was chosen and why.
 
     `given` has the keys that the user set: data.text=body says which column holds the text.
@@ -63,11 +73,15 @@ def choose(
         if not set(found) <= set(columns):
             continue
         named = {key: str(given.get(name) or name) for key, name in fit.settings.items() if key not in given}
-        settings = {"objective": fit.objective} | named
+        settings: dict[str, Any] = {"objective": fit.objective} | named
         if fit.objective == "span-corruption":
             settings["objective"] = _of_plain_text(tokenizer, where)
         many = "columns" if len(found) > 1 else "column"
         why = f"the model is {_a(kind)}, and {where} has the {many} {_and(found)}"
+        if fit.columns in INSTRUCTIONS and kind == "decoder" and "as_chat" not in given:
+            chat = _has_template(tokenizer)
+            settings |= {"as_chat": True} if chat else {"between": given.get("between", "\n\n")}
+            why += "; by the model's chat template" if chat else "; it has no chat template"
         return settings, f"objective: {settings['objective']}, because {why}"
     fits = "; ".join(_and(fit.columns) for fit in FITS[kind])
     seen = ", ".join(" ".join(column.split())[:40] for column in columns[:12])
@@ -75,6 +89,10 @@ def choose(
         f"{where}: the columns {seen} fit no objective for {_a(kind)}; it learns from {fits}. "
         "Rename them, or say which is which, as in data.text=COLUMN"
     )
+
+
+def _has_template(tokenizer: Tokenizer | None) -> bool:
+    return tokenizer is not None and find_template(tokenizer.settings, tokenizer.folder) is not None
 
 
 def _of_plain_text(tokenizer: Tokenizer | None, where: str) -> str:

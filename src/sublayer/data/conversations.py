@@ -45,7 +45,7 @@ def chat_template(tokenizer: Tokenizer) -> str:
     if template is None:
         raise ValueError(
             f"{tokenizer.folder or 'the model'} has no chat template (chat_template.jinja, or chat_template in "
-            "tokenizer_config.json); put one there, or give columns prompt and completion instead of messages"
+            "tokenizer_config.json); put one there, or learn from columns prompt and completion as they are"
         )
     return template
 

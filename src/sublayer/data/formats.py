@@ -24,7 +24,8 @@ from typing import Any, BinaryIO
 from ..config import unknown
 
 DOCUMENTS = ("line", "paragraph", "file")
-TEXT_COLUMNS = ("text", "pair", "source", "target", "question", "context", "prompt", "completion")
+TEXT_COLUMNS = ("text", "pair", "source", "target", "question", "context", "prompt", "completion", "input")
+MAY_BE_EMPTY = ("input",)
 PACKINGS = {".gz": "gzip", ".zst": "zstd"}
 PIECE = 64 << 10
 BUFFER = 1 << 20
@@ -68,6 +69,8 @@ class Request:
         """The row again, unless a text in it is absent, too long, or no text."""
         for name in self.text:
             value = values[name]
+            if name in MAY_BE_EMPTY and (value is None or value == ""):
+                continue
             if value is None or value == "":
                 return EMPTY
             if not isinstance(value, str):

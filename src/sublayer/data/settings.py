@@ -42,6 +42,9 @@ class DataSettings:
     image: str = "image"
     prompt: str = "prompt"
     completion: str = "completion"
+    input: str | None = None  # prompt-completion, sequence-to-sequence: the column of what stands under the prompt
+    between: str = ""  # prompt-completion: what stands between the two
+    as_chat: bool = False  # prompt-completion: as turns of user and assistant, by the checkpoint's chat template
     messages: str = "messages"
     names: tuple[str, ...] | None = None  # of the columns, for a file without a header
     documents: str = "file"  # what one document is in a plain text file

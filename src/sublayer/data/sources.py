@@ -16,7 +16,7 @@ from .counting import Counting
 from .readers import DataError, Row, Skipped, find_files, fingerprint, read_dataset, read_rows
 from .settings import DataSettings, TokenizerSettings
 from .store import Store, Writer, cache_folder, cached, key_of
-from .tasks import TASKS, Context, Stored
+from .tasks import TASKS, Context, Stored, optional_columns
 from .tokenizer import Tokenizer
 from .vocabulary import Vocabulary
 
@@ -46,9 +46,7 @@ def open_source(settings: DataSettings, split: str) -> Source | None:
             return None
         return _corpus(settings, split, skipped)
     task = TASKS[settings.objective]
-    columns = {name: getattr(settings, name) for name in task.columns}
-    if settings.objective == "classify-sequence" and settings.pair is not None:
-        columns["pair"] = settings.pair
+    columns = {name: getattr(settings, name) for name in (*task.columns, *optional_columns(settings))}
     if isinstance(where, str) and where.startswith("datasets:"):
         name, _, config = where.removeprefix("datasets:").partition(":")
         part = {"valid": "validation"}.get(split, split)
@@ -171,11 +169,10 @@ def open_tokenizer(source: Source, data: DataSettings, settings: TokenizerSettin
 
 def _texts(source: Source, data: DataSettings) -> Iterator[str]:
     """What a tokenizer is trained on: the text columns of up to a million rows."""
-    names = TASKS[data.objective].texts
-    names = (*names, "pair") if data.objective == "classify-sequence" and data.pair else names
+    names = (*TASKS[data.objective].texts, *optional_columns(data))
     for row in itertools.islice(source.rows(), 1_000_000):
         for name in names:
-            value = row.values[name]
+            value = row.values[name] or ""
             yield value if isinstance(value, str) else " ".join(map(str, value))
 
 
@@ -184,11 +181,14 @@ def open_store(source: Source, context: Context, say: Say) -> Store:
     settings, task = context.settings, TASKS[context.settings.objective]
     vocabulary = context.vocabulary
     relevant = [settings.objective, settings.documents, settings.names, settings.on_error, settings.max_row_bytes]
-    relevant += [getattr(settings, name) for name in (*task.columns, "pair")]
+    relevant += [(name, getattr(settings, name)) for name in (*task.columns, *optional_columns(settings))]
     words = None if vocabulary is None else [vocabulary.tokenizer.fingerprint(), vocabulary.frame]
     images = context.image_shape if settings.objective == "classify-image" else None
     labels = context.labels.names if context.labels.frozen else None
-    chat = chat_template(context.words.tokenizer) if settings.objective == "chat" else None
+    prompts = settings.objective == "prompt-completion"
+    relevant += [settings.between, settings.as_chat] if prompts else []
+    by_template = settings.objective == "chat" or (prompts and settings.as_chat)
+    chat = chat_template(context.words.tokenizer) if by_template else None
     key = key_of(source.key, relevant, words, images, labels, *([chat] if chat is not None else []))
     folder = cache_folder(settings.cache) / "data" / key
     store = Store(cached(folder, lambda temporary: _build(temporary, source, context, say)))

@@ -83,9 +83,24 @@ class Task:
     texts: tuple[str, ...] = ("text",)  # the columns a tokenizer is trained on
 
 
+OPTIONAL = {"classify-sequence": "pair", "prompt-completion": "input", "sequence-to-sequence": "input"}
+
+
+def optional_columns(settings: DataSettings) -> tuple[str, ...]:
+    """Keys of DataSettings that name columns an objective can also use, where they are set."""
+    name = OPTIONAL.get(settings.objective)
+    return () if name is None or getattr(settings, name) is None else (name,)
+
+
+def _asked(row: Row, name: str) -> str:
+    """The prompt, and what it is about under it."""
+    prompt, below = row.values[name], row.values.get("input")
+    return f"{prompt}\n\n{below}" if below else str(prompt)
+
+
 def _encode_pairs(rows: Sequence[Row], context: Context) -> list[Stored]:
     tokenizer = context.words.tokenizer
-    sources = tokenizer.encode_batch([row.values["source"] for row in rows])
+    sources = tokenizer.encode_batch([_asked(row, "source") for row in rows])
     targets = tokenizer.encode_batch([row.values["target"] for row in rows], special=False)
     return [{"source": s, "target": t} for s, t in zip(sources, targets, strict=True)]
 
@@ -239,9 +254,11 @@ def _image(stored: Stored, context: Context, random: Random) -> Example:
 
 def _encode_prompts(rows: Sequence[Row], context: Context) -> list[Stored]:
     """A prompt as generation reads it, then the completion and the token that ends it, which are learned."""
+    if context.settings.as_chat:
+        return _encode_chats([_as_chat(row) for row in rows], context)
     words = context.words
     after, eos = len(words.frame[1]), words.id("eos")
-    prompts = words.tokenizer.encode_batch([row.values["prompt"] for row in rows])
+    prompts = words.tokenizer.encode_batch([_asked(row, "prompt") + context.settings.between for row in rows])
     answers = words.tokenizer.encode_batch([row.values["completion"] for row in rows], special=False)
     out = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -249,6 +266,11 @@ def _encode_prompts(rows: Sequence[Row], context: Context) -> list[Stored]:
         answer = answer if eos is None else [*answer, eos]
         out.append({"text": [*prompt, *answer], "learn": [0] * len(prompt) + [1] * len(answer)})
     return out
+
+
+def _as_chat(row: Row) -> Row:
+    said = {"user": _asked(row, "prompt"), "assistant": row.values["completion"]}
+    return Row({"messages": [{"role": role, "content": text} for role, text in said.items()]}, row.file, row.number)
 
 
 def _encode_chats(rows: Sequence[Row], context: Context) -> list[Stored]:
