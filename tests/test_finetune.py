@@ -362,7 +362,7 @@ def test_the_assistant_tokens_are_those_that_transformers_finds(template: str, t
 
 
 def test_instructions_are_the_chats_they_stand_for(tmp_path: Path) -> None:
-    """The same steps, to the last bit, as on the messages somebody would write by hand; the first rows have no input."""
+    """The same steps, to the last bit, as on messages written by hand. The first rows have no input."""
     rows = [ALPACA[1], {key: ALPACA[3][key] for key in ("instruction", "output")} | {"input": None}, *ALPACA]
     chats = []
     for row in rows:
