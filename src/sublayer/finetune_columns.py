@@ -81,7 +81,7 @@ def choose(
         if fit.columns in INSTRUCTIONS and kind == "decoder" and "as_chat" not in given:
             chat = _has_template(tokenizer)
             settings |= {"as_chat": True} if chat else {"between": given.get("between", "\n\n")}
-            why += "; by the model's chat template" if chat else "; it has no chat template"
+            why += "; by the model's chat template" if chat else "; the model has no chat template"
         return settings, f"objective: {settings['objective']}, because {why}"
     fits = "; ".join(_and(fit.columns) for fit in FITS[kind])
     seen = ", ".join(" ".join(column.split())[:40] for column in columns[:12])
