@@ -26,11 +26,12 @@ from sublayer.data import Tokenizer, objectives
 from sublayer.data.batches import Batch, collate
 from sublayer.data.items import lay
 from sublayer.data.objectives import IGNORE, Example
-from sublayer.data.settings import OBJECTIVES
+from sublayer.data.settings import OBJECTIVES, DataSettings
 from sublayer.hub import load_model
-from sublayer.train import train
+from sublayer.train import _packed, train
 from sublayer.training.checkpoint import checkpoints
 from sublayer.training.loss import correct, linear_cross_entropy
+from sublayer.training.recipe import Recipe
 from sublayer.training.step import BatchLoss
 from sublayer.training.trainer import Trainer
 
@@ -204,6 +205,24 @@ def test_bucketed_padded_and_packed_batches_are_the_same_examples(family: str) -
         loss, grads = loss_of(model, batches)
         assert loss == pytest.approx(expected, rel=1e-5)
         assert apart(grads, expected_grads) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("device", "dropped", "length", "layout", "packed"),
+    [
+        ("cuda", 0.0, 2048, "auto", True),
+        ("cuda", 0.1, 512, "auto", True),
+        ("cuda", 0.1, 513, "auto", False),  # no kernel drops weights of long packed sequences
+        ("cuda", 0.1, 513, "packed", True),
+        ("cpu", 0.0, 64, "auto", False),
+    ],
+)
+def test_auto_packs_where_a_kernel_does_it_whole(
+    device: str, dropped: float, length: int, layout: str, packed: bool
+) -> None:
+    data = DataSettings(objective="chat", max_length=length, layout=layout)
+    model = model_of(small("gpt2", attention_dropout=dropped))
+    assert _packed(Recipe(data=data), model, torch.device(device)) is packed
 
 
 def test_a_label_of_a_sequence_is_the_same_in_every_layout() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .core.attention import Attention
 from .data import Tokenizer
 from .data.batches import Loader
 from .data.items import make_items
@@ -40,6 +41,7 @@ FREE = {
 
 
 # Every token has its own label, or none.
+SHORT = 512  # tokens of sequences that share the rows of a packed batch
 TOKEN_OBJECTIVES = (
     "sequence-to-sequence", "causal", "masked", "span-corruption", "denoising", "classify-tokens", "prompt-completion",
     "chat",
@@ -145,7 +147,7 @@ def prepare(
         world.wait()
     model = start.model(context, world.device)
     freeze(model, recipe.train.freeze)
-    packed = _packed(recipe, world)
+    packed = _packed(recipe, model, world.device)
     loader = Loader(
         items=make_items(store, context), batch_tokens=recipe.train.batch_tokens,
         micro_tokens=recipe.train.micro_tokens, seed=recipe.train.seed, group=recipe.data.group_by_length,
@@ -193,17 +195,18 @@ def _class_weights(run: Run) -> Sequence[float] | None:
     return (len(labels) / (count * np.maximum(counts, 1))).tolist()
 
 
-def _packed(recipe: Recipe, world: World) -> bool:
+def _packed(recipe: Recipe, model: Model, device: torch.device) -> bool:
     """Packed where a kernel reads packed sequences as they are; a span's ends are places in a padded row."""
-    if recipe.data.layout != "auto":
+    if recipe.data.layout != "auto" or recipe.data.objective not in TOKEN_OBJECTIVES:
         return recipe.data.layout == "packed" and recipe.data.objective in TOKEN_OBJECTIVES
-    return world.device.type == "cuda" and recipe.data.objective in TOKEN_OBJECTIVES
+    drops = any(part.dropout for part in model.modules() if isinstance(part, Attention))
+    return device.type == "cuda" and not (drops and recipe.data.max_length > SHORT)  # the kernel for long ones does not
 
 
 def _rows(recipe: Recipe, store: Store) -> dict[str, int] | None:
     """Tokens of a row that short sequences share, each input in proportion to its mean length; None for long ones."""
     longest = recipe.data.max_length
-    if longest > 512 or recipe.data.objective not in TOKEN_OBJECTIVES:
+    if longest > SHORT or recipe.data.objective not in TOKEN_OBJECTIVES:
         return None
     if recipe.data.objective != "sequence-to-sequence":
         sides = {"ids"} if TASKS[recipe.data.objective].shapes != ("encoder-decoder",) else {"source", "target"}
