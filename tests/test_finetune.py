@@ -66,6 +66,13 @@ ALPACA = [
     {"instruction": f"Say {a} backwards.", "input": "" if n % 2 else f"It is {a}.", "output": a[::-1]}
     for n, a in enumerate(COLOURS)
 ]
+
+
+def asked(row: dict[str, Any]) -> str:
+    """By hand: the instruction, and below it the input, if there is one."""
+    return row["instruction"] + (f"\n\n{row['input']}" if (row["input"] or "").strip() else "")
+
+
 PLAIN = [{"text": text} for text in TEXTS]
 # Of each kind of model: its preset, and what its tokenizer is like.
 KINDS = {
@@ -363,11 +370,10 @@ def test_the_assistant_tokens_are_those_that_transformers_finds(template: str, t
 
 def test_instructions_are_the_chats_they_stand_for(tmp_path: Path) -> None:
     """The same steps, to the last bit, as on messages written by hand. The first rows have no input."""
-    rows = [ALPACA[1], {key: ALPACA[3][key] for key in ("instruction", "output")} | {"input": None}, *ALPACA]
+    rows = [ALPACA[1], ALPACA[3] | {"input": None}, ALPACA[0] | {"input": " \n"}, *ALPACA]
     chats = []
     for row in rows:
-        asked = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
-        turns = {"user": asked, "assistant": row["output"]}
+        turns = {"user": asked(row), "assistant": row["output"]}
         chats.append({"messages": [{"role": role, "content": text} for role, text in turns.items()]})
     model = folder_of("decoder", tmp_path / "base", max_positions=400)
     curves = []
@@ -377,19 +383,20 @@ def test_instructions_are_the_chats_they_stand_for(tmp_path: Path) -> None:
     assert curves[0] == curves[1]
 
 
-def test_instructions_for_a_model_without_a_template(tmp_path: Path) -> None:
+def test_instructions_without_a_template(tmp_path: Path) -> None:
     """Prompt, empty line and completion, of which the completion is learned; for T5, prompt and answer."""
     data = write_rows(tmp_path / "data.jsonl", ALPACA)
-    pairs = []
-    for row in ALPACA:
-        asked = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
-        pairs.append((asked, row["output"]))
-    for kind, names, after in (("gpt2", ("prompt", "completion"), "\n\n"), ("t5", ("source", "target"), "")):
+    pairs = [(asked(row), row["output"]) for row in ALPACA]
+    for kind, names, after, more in (
+        ("gpt2", ("prompt", "completion"), "\n\n", []),
+        ("decoder", ("prompt", "completion"), "\n\n", ["data.as_chat=false"]),  # it has a template, not to be used
+        ("t5", ("source", "target"), "", []),
+    ):
         model = folder_of(kind, tmp_path / kind, max_positions=400)
-        rows = [dict(zip(names, (asked + after, answer), strict=True)) for asked, answer in pairs]
+        rows = [dict(zip(names, (prompt + after, answer), strict=True)) for prompt, answer in pairs]
         written = write_rows(tmp_path / f"{kind}.jsonl", rows)
         for name, file in (("found", data), ("written", written)):
-            assert finetune(model, file, tmp_path / f"{kind} {name}", "train.steps=4") == 0
+            assert finetune(model, file, tmp_path / f"{kind} {name}", "train.steps=4", *more) == 0
         assert losses(tmp_path / f"{kind} found") == losses(tmp_path / f"{kind} written")
 
 

@@ -78,10 +78,10 @@ def choose(
             settings["objective"] = _of_plain_text(tokenizer, where)
         many = "columns" if len(found) > 1 else "column"
         why = f"the model is {_a(kind)}, and {where} has the {many} {_and(found)}"
-        if fit.columns in INSTRUCTIONS and kind == "decoder" and "as_chat" not in given:
-            chat = _has_template(tokenizer)
+        if fit.columns in INSTRUCTIONS and kind == "decoder":
+            chat = given.get("as_chat", _has_template(tokenizer))
             settings |= {"as_chat": True} if chat else {"between": given.get("between", "\n\n")}
-            why += "; by the model's chat template" if chat else "; the model has no chat template"
+            why += "; by the model's chat template" if chat else "; without a chat template"
         return settings, f"objective: {settings['objective']}, because {why}"
     fits = "; ".join(_and(fit.columns) for fit in FITS[kind])
     seen = ", ".join(" ".join(column.split())[:40] for column in columns[:12])

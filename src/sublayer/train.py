@@ -40,8 +40,8 @@ FREE = {
 }  # fmt: skip
 
 
-# Every token has its own label, or none.
 SHORT = 512  # tokens of sequences that share the rows of a packed batch
+# Every token has its own label, or none.
 TOKEN_OBJECTIVES = (
     "sequence-to-sequence", "causal", "masked", "span-corruption", "denoising", "classify-tokens", "prompt-completion",
     "chat",
@@ -197,8 +197,10 @@ def _class_weights(run: Run) -> Sequence[float] | None:
 
 def _packed(recipe: Recipe, model: Model, device: torch.device) -> bool:
     """Packed where a kernel reads packed sequences as they are; a span's ends are places in a padded row."""
-    if recipe.data.layout != "auto" or recipe.data.objective not in TOKEN_OBJECTIVES:
-        return recipe.data.layout == "packed" and recipe.data.objective in TOKEN_OBJECTIVES
+    if recipe.data.objective not in TOKEN_OBJECTIVES:
+        return False
+    if recipe.data.layout != "auto":
+        return recipe.data.layout == "packed"
     drops = any(part.dropout for part in model.modules() if isinstance(part, Attention))
     return device.type == "cuda" and not (drops and recipe.data.max_length > SHORT)  # the kernel for long ones does not
 

@@ -69,14 +69,12 @@ class Request:
         """The row again, unless a text in it is absent, too long, or no text."""
         for name in self.text:
             value = values[name]
-            if name in MAY_BE_EMPTY and (value is None or value == ""):
-                continue
-            if value is None or value == "":
+            if value is None or (isinstance(value, str) and (not value or value.isspace())):
+                if name in MAY_BE_EMPTY:
+                    continue
                 return EMPTY
             if not isinstance(value, str):
                 return Bad("not text", f"column {name!r} holds {type(value).__name__}; expected text")
-            if value.isspace():
-                return EMPTY
             if len(value) * 4 > self.limit and len(value.encode()) > self.limit:
                 return too_long(self.limit)
         return values

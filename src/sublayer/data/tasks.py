@@ -95,7 +95,7 @@ def optional_columns(settings: DataSettings) -> tuple[str, ...]:
 def _asked(row: Row, name: str) -> str:
     """The prompt, and what it is about under it."""
     prompt, below = row.values[name], row.values.get("input")
-    return f"{prompt}\n\n{below}" if below else str(prompt)
+    return f"{prompt}\n\n{below}" if below and not below.isspace() else str(prompt)
 
 
 def _encode_pairs(rows: Sequence[Row], context: Context) -> list[Stored]:

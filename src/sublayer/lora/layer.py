@@ -78,7 +78,7 @@ class Adapter(nn.Module):
 
     def extra(self, layer: nn.Linear, x: Tensor, out: Tensor) -> Tensor:
         """What is added to the layer's answer `out`."""
-        if product_type(x) is None:  # which would only undo it
+        if product_type(x) is None:  # autocast would only undo it
             x = x.to(self.a.dtype)
         x = self.dropout(x)
         low = F.linear(F.linear(x, self.a) * self.scale, self.b)
