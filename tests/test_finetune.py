@@ -685,6 +685,9 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path, capsys: pytest.Captur
     assert "objective 'chat' trains a model of shape decoder" in said(encoder, labelled, "--objective", "chat")
     assert "the model has 96 positions" in said(encoder, labelled, "data.max_length=500")
     assert "model.d_model cannot be changed in a trained model" in said(encoder, labelled, "model.d_model=8")
+    assert "attention_dropout is 1.5; it must be at least 0 and below 1" in said(
+        encoder, labelled, "model.attention_dropout=1.5"
+    )
     assert "data.split and data.valid both" in said(encoder, labelled, "--valid", labelled, "data.split=0.5")
     assert "there is no data to learn from" in refusal(capsys, str(encoder))
     assert "does not exist" in said(tmp_path / "nowhere", labelled)

@@ -80,7 +80,8 @@ def choose(
         why = f"the model is {_a(kind)}, and {where} has the {many} {_and(found)}"
         if fit.columns in INSTRUCTIONS and kind == "decoder":
             chat = given.get("as_chat", _has_template(tokenizer))
-            settings |= {"as_chat": True} if chat else {"between": given.get("between", "\n\n")}
+            usual = {"as_chat": True} if chat else {"between": "\n\n"}
+            settings |= {key: value for key, value in usual.items() if key not in given}
             why += "; by the model's chat template" if chat else "; without a chat template"
         return settings, f"objective: {settings['objective']}, because {why}"
     fits = "; ".join(_and(fit.columns) for fit in FITS[kind])

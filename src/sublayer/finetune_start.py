@@ -42,6 +42,8 @@ class Tuned:
             if key not in CHANGES:
                 raise ValueError(f"model.{key} cannot be changed in a trained model; only {', '.join(CHANGES[1:])} can")
         self.config: ModelConfig = load_model(self.path, "meta").config
+        changes = {key: value for key, value in recipe.model.items() if key != "path"}
+        ModelConfig.from_dict(self.config.to_dict() | changes)  # tells what is wrong with them
         check_shape(recipe.data.objective, self.config.shape)
         if (recipe.data.objective == "classify-image") != self.config.image_input:
             reads = "pictures" if self.config.image_input else "text"
